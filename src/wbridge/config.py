@@ -1,0 +1,111 @@
+"""Frozen settings with defaults, units and validation; plain values that read nothing."""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+import msgspec
+
+from wbridge.errors import ConfigError
+
+Staging = Literal["direct", "pinned"]
+Delivery = Literal["every", "latest"]
+
+
+class Mode(enum.Enum):
+    """Where slots live on the two sides, hence what stalls for what."""
+
+    SYNC = "sync"
+    SENDER_OVERLAP = "sender_overlap"
+    RECEIVER_OVERLAP = "receiver_overlap"
+    ASYNC = "async"
+
+    @property
+    def sender_staging(self) -> Staging:
+        return "pinned" if self in (Mode.SENDER_OVERLAP, Mode.ASYNC) else "direct"
+
+    @property
+    def receiver_staging(self) -> Staging:
+        return "pinned" if self in (Mode.RECEIVER_OVERLAP, Mode.ASYNC) else "direct"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of one worker. Job-wide ones must agree: the coordinator's value is used by all.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the setting and the remedy.
+    """
+
+    # Job-wide: the coordinator's values travel in the handshake.
+    mode: Mode = Mode.SYNC
+    delivery: Literal["auto", "every", "latest"] = "auto"
+    """`auto` is `every` in `sync`, else `latest`."""
+    num_engines: int = 1
+    """The first epoch starts when the trainer group and this many engines are complete."""
+    slot_nbytes: int = 64 * 2**20
+    """The size of one slot of a ring in bytes; a tensor larger than a slot is split."""
+    num_slots: int = 0
+    """Slots of a receiver's ring; 0 means automatic: a whole version when pinned, else 4."""
+    snapshot_versions: int = 2
+    """Snapshots that a trainer with pinned staging keeps, each the size of its shard."""
+    checksum: Literal["auto", "on", "off"] = "auto"
+    """`auto` is on between hosts."""
+    max_poll_skew: int = 64
+    """Poll indices of one engine's workers may differ by at most this many."""
+
+    # Deadlines in seconds.
+    connect_timeout_s: float = 120.0
+    update_timeout_s: float = 300.0
+    hold_timeout_s: float = 60.0
+    relay_patience_s: float = 1.0
+    fence_timeout_s: float = 30.0
+    coordinator_timeout_s: float = 30.0
+    close_timeout_s: float = 10.0
+    heartbeat_s: float = 5.0
+    """A lease is renewed this often; after three missed renewals a peer counts as lost."""
+
+    # Of this worker alone.
+    transport: Literal["auto", "loopback", "ucxx"] = "auto"
+    """`auto` is `loopback` inside one process, else `ucxx`."""
+    include: tuple[str, ...] = ()
+    """Shell-style patterns of checkpoint tensors that are synchronised; empty means all."""
+    allow_unfed: tuple[str, ...] = ()
+    """Shell-style patterns of parameters that may keep elements which no checkpoint tensor feeds."""
+    cache_dir: str = ""
+    """Where source maps are kept between runs; empty turns the cache off."""
+    verify: Literal["sample", "full", "off"] = "sample"
+    """How much of the source map is replayed against a real `load_weights` at connect."""
+    local_slots: int = 2
+    """Slots in which a sender gathers before it writes."""
+    host: str = ""
+    """Overrides the host identity: workers with the same one are taken to share memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_engines", "slot_nbytes", "snapshot_versions", "max_poll_skew", "local_slots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.num_slots < 0:
+            raise ConfigError(f"num_slots = {self.num_slots}: must be positive, or 0 for automatic")
+        for name in self.__struct_fields__:
+            if name.endswith("_s") and getattr(self, name) <= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be a positive number of seconds")
+
+    @property
+    def effective_delivery(self) -> Delivery:
+        if self.delivery == "auto":
+            return "every" if self.mode is Mode.SYNC else "latest"
+        return self.delivery
+
+
+JOB_WIDE: tuple[str, ...] = (
+    "mode",
+    "delivery",
+    "num_engines",
+    "slot_nbytes",
+    "num_slots",
+    "snapshot_versions",
+    "checksum",
+    "max_poll_skew",
+)
+"""Settings for which the coordinator's value is authoritative."""

@@ -1,0 +1,248 @@
+"""Every message of the update protocol, in the order in which one update meets them.
+
+Pure data: the state machines of this package take and return these structs; `control` frames them
+for TCP and `engine` for the data path. Slots, credits, notifications, barriers and commits are keyed
+(epoch, ticket); the epoch travels in the frame around the message, and a frame of another epoch is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["applied", "superseded", "missed", "tainted", "lost", "aborted"]
+"""What became of one ticket on one engine. `aborted`: it ended without a byte of the engine's live
+parameters changed."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="kind"):
+    """Base of all protocol messages: frozen and tagged by class name."""
+
+
+# Trainer rank -> coordinator ----------------------------------------------------------------------
+
+
+class Report(_Message):
+    """A rank's `call`-th send has its source ready (snapshot taken, or live weights held still)."""
+
+    call: int
+    version: int
+    metadata: bytes = b""
+
+
+class Waiting(_Message):
+    """A rank has begun `call` and finds no free snapshot."""
+
+    call: int
+
+
+class WithdrawCall(_Message):
+    """The application cancelled the send with this call number; the number is burnt if not yet announced."""
+
+    call: int
+
+
+class AbortTicket(_Message):
+    """The application aborts an announced ticket everywhere."""
+
+    ticket: int
+    reason: str
+
+
+class SourceFree(_Message):
+    """A rank's own puts from the source of `ticket` are flushed; it will not read it for this ticket again."""
+
+    ticket: int
+
+
+# Coordinator -> trainer ranks (and leaders) --------------------------------------------------------
+
+
+class Announced(_Message):
+    """All ranks have reported call `call`: it is `ticket`. To all ranks and all engine leaders."""
+
+    ticket: int
+    version: int
+    call: int
+
+
+class CallAborted(_Message):
+    """This call number is burnt. The reason names the rank that cancelled, if one did."""
+
+    call: int
+    reason: str
+
+
+class TooLate(_Message):
+    """Answer to `WithdrawCall`: already announced as `ticket`; pinned staging only stops waiting."""
+
+    call: int
+    ticket: int
+
+
+class Serve(_Message):
+    """One serving set of `ticket`: to all ranks and all workers of `engines`. Only these are written."""
+
+    ticket: int
+    version: int
+    engines: tuple[str, ...]
+    metadata: bytes = b""
+
+
+class TicketAborted(_Message):
+    """Void this ticket's grants, for all engines or only the named ones. To ranks and granted workers."""
+
+    ticket: int
+    engines: tuple[str, ...]
+    reason: str
+
+
+class Retired(_Message):
+    """Each grant of this closed ticket has landed or aborted: its source may be reused after own flush."""
+
+    ticket: int
+
+
+class EngineOutcome(_Message):
+    """What became of `ticket` on `engine`; `final` is False for a landing that is not committed yet."""
+
+    ticket: int
+    engine: str
+    outcome: Outcome | Literal["landed"]
+    final: bool
+
+
+# Engine leader <-> coordinator ---------------------------------------------------------------------
+
+
+class Offer(_Message):
+    """All workers of this engine can take a whole version. `offer` is never reused."""
+
+    offer: int
+
+
+class OfferRefused(_Message):
+    """No ticket for this offer now (direct staging: release the parked workers)."""
+
+    offer: int
+    reason: str
+
+
+class Landed(_Message):
+    """All bytes of `ticket` are in this engine's slots (leader -> coordinator), or in this worker's
+    (worker -> leader)."""
+
+    ticket: int
+
+
+class Finished(_Message):
+    """The engine's answer to a grant: applied, aborted (nothing written) or tainted."""
+
+    ticket: int
+    outcome: Literal["applied", "aborted", "tainted"]
+    detail: str = ""
+
+
+# Receiver <-> writer, on the data path -------------------------------------------------------------
+
+
+class Credit(_Message):
+    """The writer may put piece `piece` of `group` into `token` once. The receiver alone chooses `slot`."""
+
+    ticket: int
+    group: int
+    piece: int
+    slot: int
+    token: bytes
+    nbytes: int
+
+
+class Arrived(_Message):
+    """The notification of a put: the bytes of this piece are in the slot. `checksum` 0 means none."""
+
+    ticket: int
+    group: int
+    piece: int
+    checksum: int = 0
+
+
+class Stopped(_Message):
+    """The writer has flushed and will write nothing more for `ticket` (or only for `group`, if >= 0)."""
+
+    ticket: int
+    group: int = -1
+
+
+# Lockstep: leader <-> workers of one engine --------------------------------------------------------
+
+
+class Vacant(_Message):
+    """Worker -> leader: the ring can take a whole version; `grants` counts grants that ended here."""
+
+    grants: int
+
+
+class Hold(_Message):
+    hold: int
+
+
+class Promise(_Message):
+    """Worker -> leader, at once: `index` of its next poll, which it will not pass before the answer."""
+
+    hold: int
+    index: int
+
+
+class Meet(_Message):
+    """Leader -> workers: polls below `index` return None; park there."""
+
+    hold: int
+    index: int
+
+
+class Ready(_Message):
+    """Parked at the index, `before_apply` has run."""
+
+    hold: int
+
+
+class Refuse(_Message):
+    """`before_apply` refused."""
+
+    hold: int
+    reason: str
+
+
+class WithdrawHold(_Message):
+    """A parked poll was cancelled; it stays parked until the answer."""
+
+    hold: int
+
+
+class Commit(_Message):
+    """All workers are ready: apply `ticket` now, whatever happens."""
+
+    hold: int
+    ticket: int
+    version: int
+
+
+class WorkerApplied(_Message):
+    hold: int
+    outcome: Literal["applied", "aborted", "tainted"]
+    detail: str = ""
+
+
+class Done(_Message):
+    """All have answered: leave the poll. `outcome` is the engine's."""
+
+    hold: int
+    outcome: Literal["applied", "aborted", "tainted"]
+
+
+class Release(_Message):
+    """The hold ends without a commit."""
+
+    hold: int
+    reason: str

@@ -1,0 +1,61 @@
+"""Small typed identifiers that every layer shares."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from wbridge.errors import ConfigError
+
+Role = Literal["trainer", "rollout"]
+
+
+class WorkerId(msgspec.Struct, frozen=True, order=True):
+    """One process of a trainer group or of an engine: its place in the group's mesh.
+
+    For a rollout, `group` is the name of its engine. The worker at coordinate 0 leads its group.
+    """
+
+    role: Role
+    group: str
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mesh_shape) != len(self.coordinate) or not all(
+            0 <= c < n for c, n in zip(self.coordinate, self.mesh_shape, strict=False)
+        ):
+            raise ConfigError(
+                f"{self.role} {self.group!r}: coordinate {self.coordinate} is not inside mesh {self.mesh_shape}"
+            )
+
+    @property
+    def rank(self) -> int:
+        """The row-major index of the coordinate in the mesh."""
+        rank = 0
+        for c, n in zip(self.coordinate, self.mesh_shape, strict=True):
+            rank = rank * n + c
+        return rank
+
+    @property
+    def group_size(self) -> int:
+        return math.prod(self.mesh_shape)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.group}[{','.join(map(str, self.coordinate))}]"
+
+
+class Epoch(msgspec.Struct, frozen=True):
+    """One membership: `counter` numbers memberships inside one coordinator's `incarnation` (64 random bits)."""
+
+    incarnation: int
+    counter: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation:016x}.{self.counter}"

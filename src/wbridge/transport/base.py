@@ -1,0 +1,94 @@
+"""The transport contract: `put` bytes into a slot that a peer exposed, then notify it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+from anyio.abc import ObjectReceiveStream
+
+
+class RemoteSlot(msgspec.Struct, frozen=True):
+    """A byte range that a receiver exposed for exactly one put; travels inside a credit."""
+
+    token: bytes
+    nbytes: int
+
+
+class Message(msgspec.Struct, frozen=True):
+    """Something that arrived: a peer's `send`, or the notification of a put whose bytes are visible."""
+
+    peer: str
+    payload: bytes
+
+
+class Endpoint(Protocol):
+    """One direction of a pair: what this process may do to one peer."""
+
+    @property
+    def peer(self) -> str:
+        """The name of the other side."""
+        ...
+
+    async def put(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:
+        """Write all of `source` into `remote`; return when `source` may be reused.
+
+        The bytes are visible at the receiver before `notify` appears in its inbox.
+        Cancelled: the receiver may hold some bytes and gets no notification; `source` is borrowed
+        until `stopped(remote)` or `aclose` returns.
+
+        Raises:
+            PeerLost: the peer is gone.
+            EndpointClosed: this side closed the endpoint.
+        """
+        ...
+
+    async def send(self, payload: bytes) -> None:
+        """Send a small message (at most 64 KiB); messages of one endpoint arrive in order.
+
+        A put's notification counts as a message sent when the put completes.
+        """
+        ...
+
+    async def flush(self) -> None:
+        """Return when no put of this endpoint, finished or cancelled, can touch memory on either side any more."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop and release; afterwards no put of this endpoint reads or writes memory. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """One worker's access to its peers. Opened and closed as an async context manager."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def address(self) -> bytes:
+        """What a peer needs to `connect` to this transport; opaque."""
+        ...
+
+    @property
+    def inbox(self) -> ObjectReceiveStream[Message]:
+        """Messages and notifications from all peers; bounded, the bound is the back-pressure."""
+        ...
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """`puts`, `put_nbytes`, `messages` sent so far: measured, not planned."""
+        ...
+
+    async def connect(self, address: bytes, peer: str) -> Endpoint:
+        """Open an endpoint to the transport at `address`, calling it `peer` in errors."""
+        ...
+
+    def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
+        """Let `peer` write `memory` once. The memory stays borrowed until the put's notification
+        arrives, or `withdraw` returns."""
+        ...
+
+    async def withdraw(self, remote: RemoteSlot) -> bool:
+        """Take an exposed slot back. True: no byte will be written there any more. False: not provable here."""
+        ...
