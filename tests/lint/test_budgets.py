@@ -87,47 +87,35 @@ def test_the_mode_is_read_only_where_the_staging_is_chosen(trees: dict[Path, ast
         if name(path).startswith(MODE_MAY_BE_READ_IN):
             return
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr in (
-                "mode",
-                "sender_staging",
-                "receiver_staging",
-            ):
+            if not isinstance(node, ast.Attribute):
+                continue
+            if node.attr in ("mode", "sender_staging", "receiver_staging"):
                 yield f"{node.lineno} reads .{node.attr}"
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Mode":
+            elif ast.unparse(node.value) == "Mode":
                 yield f"{node.lineno} names {ast.unparse(node)}"
 
     assert found(trees, readers) == []
 
 
 def test_broad_excepts_and_ignores_give_a_reason() -> None:
-    broad = re.compile(r"except (Base)?Exception\b[^#]*$|except:")
-    bare_ignore = re.compile(r"# type: ignore(?!\[[\w, -]+\]  # \S)")
-    problems = [
-        f"{name(path)}:{number} {line.strip()}"
-        for path in MODULES
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if broad.search(line) or bare_ignore.search(line)
-    ]
-    assert problems == []
+    broad = r"except (Base)?Exception\b[^#]*$|except:"
+    bare_ignore = r"# type: ignore(?!\[[\w, -]+\]  # \S)"
+    assert lines_with(rf"{broad}|{bare_ignore}") == []
 
 
 def test_nothing_is_left_for_later() -> None:
-    later = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
-    problems = [
-        f"{name(path)}:{number} {line.strip()}"
-        for path in MODULES
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if later.search(line)
-    ]
-    assert problems == []
+    assert lines_with(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b") == []
 
 
 def test_sleeps_are_a_capped_back_off() -> None:
-    sleep = re.compile(r"\b(time|asyncio|anyio)\.sleep\(")
-    problems = [
+    assert lines_with(r"\b(time|asyncio|anyio)\.sleep\((?!.*# .*back-off)") == []
+
+
+def lines_with(pattern: str) -> list[str]:
+    matches = re.compile(pattern).search
+    return [
         f"{name(path)}:{number} {line.strip()}"
         for path in MODULES
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if sleep.search(line) and "# back-off" not in line
+        if matches(line)
     ]
-    assert problems == []
