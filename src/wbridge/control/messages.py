@@ -1,0 +1,247 @@
+"""Every control frame, in the order in which a worker meets them: handshake, membership, epoch, status.
+
+All are plain msgspec structs tagged by class name; nothing that arrives is ever unpickled or run.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from wbridge.flow import messages as flow
+from wbridge.ids import Epoch, WorkerId
+
+PROTOCOL_VERSION = 1
+"""Both ends must have the same one. `Challenge` and `Rejected` keep their shape in every version."""
+
+Value: TypeAlias = str | int | float | bool | tuple[str, ...]
+"""A setting on the wire: what `msgspec.to_builtins` makes of it."""
+
+
+class _Frame(msgspec.Struct, frozen=True, tag_field="kind"):
+    """Base of all control frames: frozen and tagged by class name."""
+
+
+# Authentication, on every connection ---------------------------------------------------------------
+
+
+class Challenge(_Frame, frozen=True):
+    """The listening side speaks first."""
+
+    nonce: bytes
+    protocol_version: int
+    wbridge_version: str
+
+
+class Proof(_Frame, frozen=True):
+    """The connecting side shows that it knows the secret, and asks the same of the other."""
+
+    nonce: bytes
+    protocol_version: int
+    wbridge_version: str
+    hmac: bytes
+
+
+class Accepted(_Frame, frozen=True):
+    """The listening side shows that it knows the secret as well."""
+
+    hmac: bytes
+
+
+class Rejected(_Frame, frozen=True):
+    """The peer ends the connection; `error` is a class of `wbridge.errors`. `receive` raises it."""
+
+    error: str
+    message: str
+    missing: tuple[str, ...] = ()
+
+
+class Introduce(_Frame, frozen=True):
+    """First frame on an engine-local connection: who calls, and in which epoch."""
+
+    worker: WorkerId
+    epoch: Epoch
+
+
+# Worker <-> coordinator ----------------------------------------------------------------------------
+
+
+class Committed(_Frame, frozen=True):
+    """What a worker that comes back holds: the ticket and version committed last, in which epoch."""
+
+    epoch: Epoch
+    ticket: int
+    version: int
+
+
+class Hello(_Frame, frozen=True):
+    """Who joins. `explicit` maps each setting that the user set to (value, origin)."""
+
+    worker: WorkerId
+    host: str
+    process_token: str
+    explicit: dict[str, tuple[Value, str]]
+    committed: Committed | None = None
+
+
+class Welcome(_Frame, frozen=True):
+    """The worker is a member. `job` holds the values of the job-wide settings, to be adopted."""
+
+    incarnation: int
+    job: dict[str, Value]
+    heartbeat_s: float
+
+
+class Join(_Frame, frozen=True):
+    """The worker can be planned for. `source_map` is a msgpack-encoded `SourceMap`."""
+
+    source_map: bytes
+    transport_address: bytes
+    lockstep_address: str = ""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """How to reach one worker of the epoch."""
+
+    worker: WorkerId
+    transport_address: bytes
+    host: str
+    process_token: str
+    lockstep_address: str
+
+
+class EpochStart(_Frame, frozen=True):
+    """Drop the old epoch and open this one. `worker_plan` is this worker's slice, msgpack-encoded."""
+
+    epoch: Epoch
+    worker_plan: bytes
+    peers: tuple[Peer, ...]
+    engines: tuple[str, ...]
+    ranks: tuple[WorkerId, ...]
+
+
+class EpochReady(_Frame, frozen=True):
+    """This worker's endpoints are open, its memory registered and its rings allocated."""
+
+    epoch: Epoch
+
+
+class EpochLive(_Frame, frozen=True):
+    """Every worker of the epoch is ready: flow messages may be sent."""
+
+    epoch: Epoch
+
+
+class WorkerLost(_Frame, frozen=True):
+    """A member is gone; an engine without one of its workers is lost as a whole."""
+
+    worker: WorkerId
+    reason: str
+
+
+class Heartbeat(_Frame, frozen=True):
+    """Renews the lease of an idle connection, in both directions."""
+
+
+class Bye(_Frame, frozen=True):
+    """This side leaves on purpose."""
+
+
+# Anybody -> coordinator ----------------------------------------------------------------------------
+
+
+class StatusRequest(_Frame, frozen=True):
+    """Answered with one `StatusReply`; needs no `Hello`."""
+
+
+class MemberStatus(msgspec.Struct, frozen=True):
+    worker: WorkerId
+    remote: str
+    host: str
+    joined: bool
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """`lag` counts the tickets announced after the one that the engine applied last."""
+
+    engine: str
+    live: bool
+    version: int | None
+    lag: int
+    tainted: bool
+
+
+class StatusReply(_Frame, frozen=True):
+    """What `wbridge status` shows. `waiting_for` names whom the current phase waits for."""
+
+    epoch: Epoch | None
+    phase: Literal["forming", "planning", "opening", "live", "ending"]
+    members: tuple[MemberStatus, ...]
+    engines: tuple[EngineStatus, ...]
+    announced: int | None
+    waiting_for: tuple[str, ...]
+
+
+# The frame around the update protocol --------------------------------------------------------------
+
+FlowMessage: TypeAlias = (
+    flow.Report
+    | flow.Waiting
+    | flow.WithdrawCall
+    | flow.AbortTicket
+    | flow.SourceFree
+    | flow.Announced
+    | flow.CallAborted
+    | flow.TooLate
+    | flow.Serve
+    | flow.TicketAborted
+    | flow.Retired
+    | flow.EngineOutcome
+    | flow.Offer
+    | flow.OfferRefused
+    | flow.Landed
+    | flow.Finished
+    | flow.Credit
+    | flow.Arrived
+    | flow.Stopped
+    | flow.Vacant
+    | flow.Hold
+    | flow.Promise
+    | flow.Meet
+    | flow.Ready
+    | flow.Refuse
+    | flow.WithdrawHold
+    | flow.Commit
+    | flow.WorkerApplied
+    | flow.Done
+    | flow.Release
+)
+
+
+class Keyed(_Frame, frozen=True):
+    """A message of the update protocol with its epoch; a receiver drops one of another epoch."""
+
+    epoch: Epoch
+    message: FlowMessage
+
+
+Message: TypeAlias = (
+    Challenge
+    | Proof
+    | Accepted
+    | Rejected
+    | Introduce
+    | Hello
+    | Welcome
+    | Join
+    | EpochStart
+    | EpochReady
+    | EpochLive
+    | WorkerLost
+    | Heartbeat
+    | Bye
+    | StatusRequest
+    | StatusReply
+    | Keyed
+)
