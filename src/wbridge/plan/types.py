@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from wbridge.errors import PlanError
 from wbridge.ids import WorkerId
 from wbridge.layout.region import Strided
 
@@ -63,3 +64,44 @@ class Plan(msgspec.Struct, frozen=True):
 
     def groups_from(self, writer: WorkerId) -> tuple[Group, ...]:
         return tuple(g for g in self.groups if any(p.writer == writer for p in g.pieces))
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """One piece that a worker writes: `piece` is piece `piece_index` of group `group_index` of `receiver`."""
+
+    receiver: WorkerId
+    group_index: int
+    piece_index: int
+    piece: Piece
+
+
+class WorkerPlan(msgspec.Struct, frozen=True):
+    """What one worker needs of a plan: the groups it receives and the pieces it writes, in group order."""
+
+    worker: WorkerId
+    incoming: tuple[Group, ...]
+    outgoing: tuple[Outgoing, ...]
+    fingerprint: str
+
+
+def slice_for(plan: Plan, worker: WorkerId) -> WorkerPlan:
+    """Return the part of `plan` that concerns `worker`.
+
+    Raises:
+        PlanError: the plan does not know this worker.
+    """
+    if worker not in plan.workers:
+        raise PlanError(f"{worker} is not in plan {plan.fingerprint[:12]}; plan again with its source map")
+    outgoing = [
+        Outgoing(receiver=group.receiver, group_index=group.index, piece_index=index, piece=piece)
+        for group in plan.groups
+        for index, piece in enumerate(group.pieces)
+        if piece.writer == worker
+    ]
+    outgoing.sort(key=lambda o: (o.group_index, o.receiver, o.piece_index))
+    return WorkerPlan(
+        worker=worker,
+        incoming=plan.groups_into(worker),
+        outgoing=tuple(outgoing),
+        fingerprint=plan.fingerprint,
+    )
