@@ -1,0 +1,185 @@
+"""Trace: watch a real `load_weights` on tensors without storage and write down what it copies where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+
+import msgspec
+import torch
+
+from wbridge.discovery.casts import is_one_cast
+from wbridge.discovery.content import Computed, Constant, FromCheckpoint, Piece
+from wbridge.discovery.specs import dtype_name, parameter_spec
+from wbridge.discovery.traced import storage_key
+from wbridge.discovery.tracer import Tracer
+from wbridge.errors import LayoutError
+from wbridge.layout.region import Region, Strided
+from wbridge.layout.source_map import ASSEMBLED, Mapped, OpaqueTarget, ParameterSpec, SourceMap, TensorSpec
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+"""The backend's own loader: takes (checkpoint name, tensor) pairs and fills its parameters."""
+
+
+class Discovered(msgspec.Struct, frozen=True):
+    """A source map, and how many elements of each parameter the loader did not even set to a constant."""
+
+    source_map: SourceMap
+    untouched: dict[str, int]
+
+
+def trace(
+    *,
+    checkpoint: Mapping[str, TensorSpec],
+    parameters: Mapping[str, torch.Tensor],
+    load_weights: LoadWeights,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    atomic: Iterable[Iterable[str]] = (),
+) -> Discovered:
+    """Run `load_weights` once on stand-ins for the whole checkpoint; no live tensor is written.
+
+    Names that share one storage view are one destination, under the first name. A buffer is a
+    destination only if the loader feeds it.
+
+    Raises:
+        LayoutError: the loader looks at values, replaces a parameter, or fails on traced tensors.
+    """
+    live = {**parameters, **(buffers or {})}
+    tracer = Tracer(live)
+    _run(tracer, checkpoint, live, (parameters, buffers or {}), load_weights)
+    found = _Assembly(checkpoint)
+    for name, tensor in distinct(live).items():
+        pieces = tracer.pieces(tensor)
+        if name in parameters or any(piece.tensors for piece in pieces):
+            found.add(name, tensor, pieces)
+    return found.discovered(atomic)
+
+
+def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out names whose tensor is the same view of the same storage as an earlier one (tied weights)."""
+    seen: set[tuple[object, ...]] = set()
+    result = {}
+    for name, t in tensors.items():
+        place = (storage_key(t), t.storage_offset(), tuple(t.shape), tuple(t.stride()), t.dtype)
+        if place not in seen or not t.numel():
+            seen.add(place)
+            result[name] = t
+    return result
+
+
+def _run(
+    tracer: Tracer,
+    checkpoint: Mapping[str, TensorSpec],
+    live: Mapping[str, torch.Tensor],
+    mappings: Iterable[Mapping[str, torch.Tensor]],
+    load_weights: LoadWeights,
+) -> None:
+    device = next(iter(live.values())).device if live else torch.device("cpu")
+    stand_in_device = torch.device("cpu") if device.type == "meta" else device
+
+    def stand_ins() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, spec in checkpoint.items():
+            yield name, tracer.checkpoint_tensor(name, spec, stand_in_device)
+
+    before = {name: (t, t.data, storage_key(t)) for name, t in live.items()}
+    try:
+        with torch.no_grad(), tracer:
+            load_weights(stand_ins())
+    except LayoutError:
+        raise
+    except Exception as exc:  # foreign code: whatever it raises means that it cannot be traced
+        if tracer.failure is not None:
+            raise tracer.failure from exc
+        raise LayoutError(
+            f"load_weights failed on traced checkpoint tensors: {type(exc).__name__}: {exc}. If it works on real "
+            "ones, use method='probe', or declare the map"
+        ) from exc
+    finally:
+        replaced = _restore(before, mappings)
+    if tracer.failure is not None:
+        raise tracer.failure
+    if replaced:
+        raise LayoutError(
+            f"load_weights replaces {len(replaced)} parameters instead of filling them, first {replaced[0]!r}; "
+            "updates are written in place, so make it copy into the parameter, or discover after the replacement"
+        )
+
+
+def _restore(
+    before: Mapping[str, tuple[torch.Tensor, torch.Tensor, int]],
+    mappings: Iterable[Mapping[str, torch.Tensor]],
+) -> list[str]:
+    """Undo what the loader did to the parameter objects themselves; return the names it did it to."""
+    replaced = []
+    for name, (tensor, data, key) in before.items():
+        if storage_key(tensor) != key:
+            tensor.data = data
+            replaced.append(name)
+        for mapping in mappings:
+            if mapping.get(name, tensor) is not tensor:
+                replaced.append(name)
+                if isinstance(mapping, MutableMapping):
+                    mapping[name] = tensor
+    return replaced
+
+
+class _Assembly:
+    """Collects parameters and their pieces into a source map."""
+
+    def __init__(self, checkpoint: Mapping[str, TensorSpec]) -> None:
+        self._checkpoint = dict(checkpoint)
+        self._parameters: dict[str, ParameterSpec] = {}
+        self._mapped: list[Mapped] = []
+        self._opaque: list[OpaqueTarget] = []
+        self._unfed: dict[str, int] = {}
+        self._untouched: dict[str, int] = {}
+
+    def add(self, name: str, tensor: torch.Tensor, pieces: list[Piece]) -> None:
+        self._parameters[name] = parameter_spec(tensor)
+        operation = next((how for piece in pieces if (how := self._opacity(piece, tensor))), "")
+        if operation:
+            tensors = tuple(dict.fromkeys(t for piece in pieces for t in piece.tensors))
+            self._opaque.append(OpaqueTarget(name, tensors, operation))
+            return
+        fed = constant = 0
+        for piece in pieces:
+            if isinstance(piece.origin, FromCheckpoint):
+                fed += piece.region.num_elements
+                self._mapped.append(Mapped(name, piece.origin.tensor, piece.region))
+            elif isinstance(piece.origin, Constant):
+                constant += piece.region.num_elements
+        if fed < tensor.numel():
+            self._unfed[name] = tensor.numel() - fed
+        if fed + constant < tensor.numel():
+            self._untouched[name] = tensor.numel() - fed - constant
+
+    def _opacity(self, piece: Piece, tensor: torch.Tensor) -> str:
+        """Return why a piece is more than a copy that the wire can do, or nothing."""
+        if isinstance(piece.origin, Computed):
+            return piece.origin.operation
+        if not isinstance(piece.origin, FromCheckpoint):
+            return ""
+        source, target = self._checkpoint[piece.origin.tensor].dtype, dtype_name(tensor.dtype)
+        if is_one_cast(source, piece.origin.casts, target):
+            return ""
+        return "cast " + " -> ".join((source, *piece.origin.casts))
+
+    def discovered(self, atomic: Iterable[Iterable[str]]) -> Discovered:
+        for tensor in dict.fromkeys(t for target in self._opaque for t in target.tensors):
+            spec = self._checkpoint[tensor]
+            strides = torch.empty(spec.shape, device="meta").stride()
+            self._parameters[ASSEMBLED + tensor] = ParameterSpec(spec.shape, tuple(strides), spec.dtype)
+            if 0 not in spec.shape:
+                whole = Strided(0, tuple(strides))
+                self._mapped.append(Mapped(ASSEMBLED + tensor, tensor, Region(spec.shape, whole, whole)))
+        return Discovered(
+            SourceMap(
+                checkpoint=self._checkpoint,
+                parameters=self._parameters,
+                mapped=tuple(self._mapped),
+                opaque=tuple(self._opaque),
+                atomic=tuple(tuple(names) for names in atomic),
+                unfed=tuple(self._unfed.items()),
+                method="trace",
+            ),
+            self._untouched,
+        )

@@ -1,0 +1,156 @@
+"""Traced tensors, and the meta stand-ins on which their operators run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol  # operator arguments and results are whatever the loader uses
+
+import torch
+
+from wbridge.discovery.content import CONSTANT, Content, FromCheckpoint, Piece, View, of_origin
+from wbridge.discovery.specs import dtype_name
+from wbridge.layout.region import Strided
+
+Key = tuple[int, torch.dtype]
+"""A storage seen as elements of one dtype."""
+
+
+class Runner(Protocol):
+    """Executes operators on traced tensors."""
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
+
+
+class Traced(torch.Tensor):
+    """A tensor without memory that knows which checkpoint elements it would hold.
+
+    `twin` is a meta tensor with the same geometry; all views of one `Content` share its storage.
+    """
+
+    twin: torch.Tensor
+    content: Content
+    tracer: Runner
+
+    @staticmethod
+    def __new__(cls, twin: torch.Tensor, content: Content, tracer: Runner, device: torch.device) -> Traced:
+        made: Traced = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in torch's stubs
+            cls,
+            twin.shape,
+            strides=twin.stride(),
+            storage_offset=twin.storage_offset(),
+            dtype=twin.dtype,
+            device=device,
+        )
+        made.twin, made.content, made.tracer = twin, content, tracer
+        return made
+
+    def __repr__(self, *_: object, **__: object) -> str:
+        return f"Traced({', '.join(self.content.tensors())}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        traced = next(t for t in tensors_in(args, kwargs or {}) if isinstance(t, Traced))
+        return traced.tracer.run(func, args, kwargs or {})
+
+
+class Twins:
+    """The meta stand-ins of one call's tensors, and the content behind each."""
+
+    def __init__(self, contents: Mapping[Key, Content]) -> None:
+        self._contents = contents
+        self._by_storage: dict[int, Content] = {}
+        self._made: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the twin, with the geometry that `tensor` has in its own storage."""
+        if isinstance(tensor, Traced):
+            twin, content = tensor.twin, tensor.content
+        else:
+            found = self._contents.get((storage_key(tensor), tensor.dtype))
+            if id(tensor) not in self._made:
+                end = tensor.storage_offset() + num_stored(tensor)
+                flat = torch.empty(end, dtype=tensor.dtype, device="meta")
+                geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
+                self._made[id(tensor)] = flat.as_strided(*geometry)
+            twin = self._made[id(tensor)]
+            if found is None:
+                return twin
+            content = found
+        self._by_storage[storage_key(twin)] = content
+        return twin
+
+    def all(self, value: Any) -> Any:
+        """Replace every tensor."""
+        return _replaced(value, self.of)
+
+    def some(self, value: Any) -> Any:
+        """Replace the tensors whose content is known; leave real ones, such as an index, as they are."""
+        return _replaced(value, lambda t: self.of(t) if self._is_known(t) else t)
+
+    def content(self, twin: torch.Tensor) -> Content | None:
+        return self._by_storage.get(storage_key(twin))
+
+    def tensors(self, without: torch.Tensor | None = None) -> tuple[str, ...]:
+        """Return the checkpoint tensors behind the twins."""
+        skipped = None if without is None else self.content(self.of(without))
+        found = [c.tensors() for c in self._by_storage.values() if c is not skipped]
+        return tuple(dict.fromkeys(t for tensors in found for t in tensors))
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, Traced) or (storage_key(tensor), tensor.dtype) in self._contents
+
+
+def moved(moves: list[tuple[torch.Tensor, torch.Tensor]], twins: Twins) -> list[Piece]:
+    pieces: list[Piece] = []
+    for target, source in moves:
+        if not target.numel():
+            continue
+        extents = tuple(target.shape)
+        place = Strided(target.storage_offset(), tuple(target.stride()))
+        content = twins.content(source)
+        if content is None:
+            pieces.append(of_origin(CONSTANT, extents, place))
+            continue
+        view = View(extents, Strided(source.storage_offset(), tuple(source.stride())))
+        found = content.read(view, place)
+        pieces += (
+            found if source.dtype == target.dtype else (_cast(p, dtype_name(target.dtype)) for p in found)
+        )
+    return pieces
+
+
+def _cast(piece: Piece, dtype: str) -> Piece:
+    if not isinstance(piece.origin, FromCheckpoint):
+        return piece
+    return Piece(FromCheckpoint(piece.origin.tensor, (*piece.origin.casts, dtype)), piece.region)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def num_stored(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one of a view."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, torch.Tensor))
+
+
+def _replaced(value: Any, replace: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    if isinstance(value, dict):
+        return {k: _replaced(v, replace) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(v, replace) for v in value)
+    return value
