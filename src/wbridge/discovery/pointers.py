@@ -51,8 +51,8 @@ class Bindings:
             rest = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
             raise LayoutError(
                 f"{len(moved)} of {len(self._bound)} destinations no longer alias the live parameters: "
-                f"{'; '.join(moved[:_SHOWN])}{rest}. Updates would go to dead memory: bind and discover after the "
-                "step that replaces parameters, or keep it from replacing them"
+                f"{'; '.join(moved[:_SHOWN])}{rest}. Updates would go to dead memory: bind and discover "
+                "after the step that replaces parameters, or keep it from replacing them"
             )
 
 

@@ -90,8 +90,8 @@ def _run(
         if tracer.failure is not None:
             raise tracer.failure from exc
         raise LayoutError(
-            f"load_weights failed on traced checkpoint tensors: {type(exc).__name__}: {exc}. If it works on real "
-            "ones, use method='probe', or declare the map"
+            f"load_weights failed on traced checkpoint tensors: {type(exc).__name__}: {exc}. "
+            "If it works on real ones, use method='probe', or declare the map"
         ) from exc
     finally:
         replaced = _restore(before, mappings)
@@ -99,8 +99,9 @@ def _run(
         raise tracer.failure
     if replaced:
         raise LayoutError(
-            f"load_weights replaces {len(replaced)} parameters instead of filling them, first {replaced[0]!r}; "
-            "updates are written in place, so make it copy into the parameter, or discover after the replacement"
+            f"load_weights replaces {len(replaced)} parameters instead of filling them, "
+            f"first {replaced[0]!r}; updates are written in place, so make it copy into the parameter, "
+            "or discover after the replacement"
         )
 
 

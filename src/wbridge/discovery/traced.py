@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol  # operator arguments and results are whatever the loader uses
 
 import torch
@@ -33,7 +34,7 @@ class Traced(torch.Tensor):
 
     @staticmethod
     def __new__(cls, twin: torch.Tensor, content: Content, tracer: Runner, device: torch.device) -> Traced:
-        made: Traced = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in torch's stubs
+        made: Traced = torch.Tensor._make_wrapper_subclass(
             cls,
             twin.shape,
             strides=twin.stride(),
@@ -44,11 +45,11 @@ class Traced(torch.Tensor):
         made.twin, made.content, made.tracer = twin, content, tracer
         return made
 
-    def __repr__(self, *_: object, **__: object) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's is untyped
         return f"Traced({', '.join(self.content.tensors())}, shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks `func`
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         traced = next(t for t in tensors_in(args, kwargs or {}) if isinstance(t, Traced))
@@ -103,21 +104,20 @@ class Twins:
 
 
 def moved(moves: list[tuple[torch.Tensor, torch.Tensor]], twins: Twins) -> list[Piece]:
+    """Return the pieces that copies from the second to the first view of each pair leave there."""
     pieces: list[Piece] = []
     for target, source in moves:
         if not target.numel():
             continue
-        extents = tuple(target.shape)
-        place = Strided(target.storage_offset(), tuple(target.stride()))
+        extents, place = tuple(target.shape), place_of(target)
         content = twins.content(source)
         if content is None:
             pieces.append(of_origin(CONSTANT, extents, place))
             continue
-        view = View(extents, Strided(source.storage_offset(), tuple(source.stride())))
-        found = content.read(view, place)
-        pieces += (
-            found if source.dtype == target.dtype else (_cast(p, dtype_name(target.dtype)) for p in found)
-        )
+        found = content.read(View(extents, place_of(source)), place)
+        if source.dtype != target.dtype:
+            found = (_cast(piece, dtype_name(target.dtype)) for piece in found)
+        pieces += found
     return pieces
 
 
@@ -125,6 +125,11 @@ def _cast(piece: Piece, dtype: str) -> Piece:
     if not isinstance(piece.origin, FromCheckpoint):
         return piece
     return Piece(FromCheckpoint(piece.origin.tensor, (*piece.origin.casts, dtype)), piece.region)
+
+
+def place_of(tensor: torch.Tensor) -> Strided:
+    """Return where a view lies in its storage."""
+    return Strided(int(tensor.storage_offset()), tuple(tensor.stride()))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -154,3 +159,21 @@ def _replaced(value: Any, replace: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_replaced(v, replace) for v in value)
     return value
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments that an operator writes, by its schema."""
+    found: list[torch.Tensor] = []
+    for position, name in _written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if value is not None:
+            found += tensors_in((value,), {})
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = func._schema.arguments
+    return tuple(
+        (k, a.name) for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
+    )

@@ -25,7 +25,17 @@ from wbridge.discovery.content import (
 )
 from wbridge.discovery.moves import aten, moves_of, put_moves, with_positions
 from wbridge.discovery.specs import torch_dtype
-from wbridge.discovery.traced import Key, Traced, Twins, moved, num_stored, storage_key, tensors_in
+from wbridge.discovery.traced import (
+    Key,
+    Traced,
+    Twins,
+    moved,
+    num_stored,
+    place_of,
+    storage_key,
+    tensors_in,
+    written_by,
+)
 from wbridge.errors import LayoutError
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import TensorSpec
@@ -41,18 +51,29 @@ _OVERWRITING = (
     "log_normal_",
 )
 _REPLACING = ("set_", "resize_", "resize_as_", "_resize_output_")
-_NEW = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-_NEW += ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_NEW = (
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty_strided",
+)
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ is untyped
     """While active, knows for each storage what the loader has put there.
 
     `failure` keeps the first error raised into the loader, in case the loader swallows it.
     """
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self.failure: LayoutError | None = None
         self._live: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in live.items():
@@ -71,14 +92,17 @@ class Tracer(TorchDispatchMode):
         content = self._contents.get((storage_key(tensor), tensor.dtype))
         if content is None:
             return []
-        start = tensor.storage_offset()
-        place = Strided(start, tuple(tensor.stride()))
+        place = place_of(tensor)
         is_alone = len(self._live[storage_key(tensor)]) == 1 and tensor.numel() == num_stored(tensor)
         if is_alone:
-            return [Piece(p.origin, _shifted(p.region, -start)) for p in content.pieces()]
+            return [Piece(p.origin, _shifted(p.region, -place.offset)) for p in content.pieces()]
         scratch = Content()
         scratch.write(content.read(View(tuple(tensor.shape), place), Strided(0, place.strides)))
         return scratch.pieces()
+
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Return whether anything was recorded for the storage of `tensor`."""
+        return (storage_key(tensor), tensor.dtype) in self._contents
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -89,7 +113,7 @@ class Tracer(TorchDispatchMode):
         """Execute, follow or record one operator."""
         tensors = list(tensors_in(args, kwargs))
         is_tracked = any(self._is_tracked(t) for t in tensors)
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if written and (is_tracked or any(storage_key(t) in self._live for t in written)):
             return self._write(func, args, kwargs, written)
         if is_tracked:
@@ -159,7 +183,7 @@ class Tracer(TorchDispatchMode):
         if moves is None:
             origin = Computed(_where(func), twins.tensors())
             content.write(
-                [of_origin(origin, (max(num_stored(out), 1),), Strided(out.storage_offset(), (1,)))]
+                [of_origin(origin, (max(num_stored(out), 1),), Strided(int(out.storage_offset()), (1,)))]
             )
         else:
             content.write(moved(moves, twins))
@@ -172,8 +196,8 @@ class Tracer(TorchDispatchMode):
         if _short_name(func) in _REPLACING:
             names = [name for t in written for name, _ in self._live.get(storage_key(t), [])]
             raise self._fail(
-                f"load_weights replaces the storage of {_quoted(names)} ({_where(func)}), so updates could not be "
-                "written in place; make it copy into the parameter"
+                f"load_weights replaces the storage of {_quoted(names)} ({_where(func)}), so updates could "
+                "not be written in place; make it copy into the parameter"
             )
         if func is aten._foreach_copy_.default:
             for target, source in zip(args[0], args[1], strict=True):
@@ -194,9 +218,7 @@ class Tracer(TorchDispatchMode):
         """Return the one piece that an in-place operator other than a copy leaves in `target`."""
         tensors = twins.tensors(without=target if _short_name(func) in _OVERWRITING else None)
         origin = Computed(_where(func), tensors) if tensors else CONSTANT
-        return of_origin(
-            origin, tuple(target.shape), Strided(target.storage_offset(), tuple(target.stride()))
-        )
+        return of_origin(origin, tuple(target.shape), place_of(target))
 
     def _record(self, target: torch.Tensor, pieces: list[Piece]) -> None:
         if not target.numel():
@@ -220,17 +242,15 @@ class Tracer(TorchDispatchMode):
         tensors = tuple(dict.fromkeys(t for piece in pieces for t in piece.tensors))
         origin = Computed(_where(aten.view.dtype), tensors) if tensors else CONSTANT
         for _, owner in owners:
-            whole = of_origin(
-                origin, tuple(owner.shape), Strided(owner.storage_offset(), tuple(owner.stride()))
-            )
+            whole = of_origin(origin, tuple(owner.shape), place_of(owner))
             self._record(owner, [whole])
 
     def _refusal(self, func: Any, tensors: list[torch.Tensor]) -> LayoutError:
         twins = Twins(self._contents)
         twins.all(tensors)
         return self._fail(
-            f"load_weights looks at the values of checkpoint tensor {_quoted(twins.tensors())} ({_where(func)}), "
-            "which a trace cannot follow; use method='probe', or declare the map"
+            f"load_weights looks at the values of checkpoint tensor {_quoted(twins.tensors())} "
+            f"({_where(func)}), which a trace cannot follow; use method='probe', or declare the map"
         )
 
     def _fail(self, message: str) -> LayoutError:
@@ -243,23 +263,6 @@ def _shifted(region: Region, by: int) -> Region:
     if not by:
         return region
     return Region(region.extents, region.source, Strided(region.target.offset + by, region.target.strides))
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for position, name in _written_arguments(func):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        if value is not None:
-            found += tensors_in((value,), {})
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    arguments = func._schema.arguments
-    return tuple(
-        (k, a.name) for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
-    )
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,164 @@
+"""Verify: replay a source map against one real `load_weights` on random data, bit for bit."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import torch
+
+from wbridge.discovery.shadow import Guard, shadowed
+from wbridge.discovery.specs import torch_dtype
+from wbridge.discovery.trace import LoadWeights
+from wbridge.discovery.traced import storage_key
+from wbridge.discovery.tracer import Tracer
+from wbridge.errors import LayoutError
+from wbridge.layout.region import Region, Strided
+from wbridge.layout.source_map import ASSEMBLED, Mapped, SourceMap, TensorSpec
+
+
+def verify(
+    *,
+    source_map: SourceMap,
+    parameters: Mapping[str, torch.Tensor],
+    load_weights: LoadWeights,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    amount: Literal["sample", "full"] = "sample",
+) -> int:
+    """Return how many checkpoint tensors were replayed; 0 when the parameters have no memory.
+
+    The loader writes into shadows of the parameters that are looked at and nowhere else. A sample
+    has every tensor class (name without digits, shape, dtype) once, with all tensors that share a
+    parameter with one; the rest of the checkpoint is traced, not materialised. What a probe found
+    is always replayed in full, since its loader may look at values.
+
+    Raises:
+        LayoutError: the loader put something else there; names the parameter and the first index.
+    """
+    live = {**parameters, **(buffers or {})}
+    if any(tensor.is_meta for tensor in live.values()):
+        return 0
+    mapped = [m for m in source_map.mapped if not m.parameter.startswith(ASSEMBLED)]
+    chosen = {m.tensor for m in mapped}
+    if amount == "sample" and source_map.method == "trace":
+        sample = _sample(source_map, mapped)
+        if _replay(source_map, mapped, live, load_weights, sample):
+            return len(sample)
+    _replay(source_map, mapped, live, load_weights, chosen | set(source_map.checkpoint))
+    return len(chosen)
+
+
+def _sample(source_map: SourceMap, mapped: list[Mapped]) -> set[str]:
+    feeds: dict[str, set[str]] = {}
+    fed: dict[str, set[str]] = {}
+    for m in mapped:
+        feeds.setdefault(m.tensor, set()).add(m.parameter)
+        fed.setdefault(m.parameter, set()).add(m.tensor)
+    classes: dict[tuple[str, TensorSpec], str] = {}
+    for tensor in feeds:
+        classes.setdefault((re.sub(r"\d+", "", tensor), source_map.checkpoint[tensor]), tensor)
+    chosen = {other for tensor in classes.values() for parameter in feeds[tensor] for other in fed[parameter]}
+    for names in source_map.atomic:
+        if chosen.intersection(names):
+            chosen.update(names)
+    return chosen
+
+
+def _replay(
+    source_map: SourceMap,
+    mapped: list[Mapped],
+    live: Mapping[str, torch.Tensor],
+    load_weights: LoadWeights,
+    chosen: set[str],
+) -> bool:
+    """Compare what the map says with what the loader does.
+
+    Returns False if the sample was no basis for that: the loader mixed its tensors with others.
+    """
+    is_full = chosen.issuperset(source_map.checkpoint)
+    wanted = {m.parameter for m in mapped if m.tensor in chosen}
+    storages = {storage_key(live[name]) for name in wanted}
+    touched = {n: t for n, t in live.items() if is_full or storage_key(t) in storages}
+    with shadowed(touched) as memory:
+        tracer = Tracer({**{n: t for n, t in live.items() if n not in touched}, **memory})
+        mode: AbstractContextManager[object] = Guard(memory) if is_full else tracer
+        device = next(iter(live.values())).device
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, spec in source_map.checkpoint.items():
+                real = name in chosen
+                yield (
+                    name,
+                    _random(name, spec, device) if real else tracer.checkpoint_tensor(name, spec, device),
+                )
+
+        with torch.no_grad(), mode:
+            load_weights(weights())
+        if not is_full and any(tracer.was_written(tensor) for tensor in touched.values()):
+            return False
+        _compare(source_map, [m for m in mapped if m.tensor in chosen], touched)
+    return True
+
+
+def _compare(source_map: SourceMap, mapped: list[Mapped], loaded: Mapping[str, torch.Tensor]) -> None:
+    by_tensor: dict[str, list[Mapped]] = {}
+    for m in mapped:
+        by_tensor.setdefault(m.tensor, []).append(m)
+    for tensor, regions in by_tensor.items():
+        device = loaded[regions[0].parameter].device
+        flat = _random(tensor, source_map.checkpoint[tensor], device).reshape(-1)
+        for m in regions:
+            found = loaded[m.parameter]
+            expected = _view(flat, m.region.extents, m.region.source).to(found.dtype)
+            actual = _view(found, m.region.extents, m.region.target, int(found.storage_offset()))
+            wrong = (_bits(expected) != _bits(actual)).view(expected.numel(), -1).any(1)
+            if bool(wrong.any()):
+                raise _mismatch(m, found, expected, actual, int(wrong.nonzero()[0]))
+
+
+def _view(tensor: torch.Tensor, extents: tuple[int, ...], place: Strided, base: int = 0) -> torch.Tensor:
+    return tensor.as_strided(extents, place.strides, base + place.offset)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _mismatch(
+    m: Mapped, parameter: torch.Tensor, expected: torch.Tensor, actual: torch.Tensor, at: int
+) -> LayoutError:
+    index = _parameter_index(m.region, parameter, at)
+    return LayoutError(
+        f"the source map is wrong for parameter {m.parameter!r}: element {index} should hold "
+        f"{expected.reshape(-1)[at].item()} of checkpoint tensor {m.tensor!r}, but load_weights put "
+        f"{actual.reshape(-1)[at].item()} there. The loader depends on values or on earlier calls; "
+        "declare the map"
+    )
+
+
+def _parameter_index(region: Region, parameter: torch.Tensor, at: int) -> tuple[int, ...]:
+    """Find the parameter index of the `at`-th element of a region."""
+    offset = region.target.offset
+    for n, stride in zip(reversed(region.extents), reversed(region.target.strides), strict=True):
+        at, i = divmod(at, n)
+        offset += i * stride
+    index = [0] * parameter.dim()
+    for dim in sorted(range(parameter.dim()), key=parameter.stride, reverse=True):
+        if parameter.stride(dim):
+            index[dim], offset = divmod(offset, parameter.stride(dim))
+    return tuple(index)
+
+
+def _random(name: str, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Return the same data for the same name, without keeping it."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    dtype = torch_dtype(spec.dtype)
+    if dtype.is_complex or dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        return torch.randn(spec.shape, generator=generator, device=device, dtype=dtype)
+    if dtype.is_floating_point:
+        return torch.randn(spec.shape, generator=generator, device=device).to(dtype)
+    high = 2 if dtype is torch.bool else 128
+    return torch.randint(0, high, spec.shape, generator=generator, device=device).to(dtype)
