@@ -17,7 +17,7 @@ SLICE_NBYTES = 64 * 2**10
 Owners = tuple[WorkerId, ...]
 
 
-class Shipment(msgspec.Struct, frozen=True):
+class Shipment(msgspec.Struct, frozen=True, gc=False):
     """A portion, or a slice of one, with the source that sends it."""
 
     portion: Portion

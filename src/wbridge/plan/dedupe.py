@@ -14,14 +14,14 @@ from wbridge.plan.demand import Demand, Holding, Need, Supply
 from wbridge.plan.geometry import Cell, Geometry
 
 
-class Source(msgspec.Struct, frozen=True):
+class Source(msgspec.Struct, frozen=True, gc=False):
     """One way to send a cell: the holding and the shape of what is held there."""
 
     holding: Holding
     region: Region
 
 
-class Portion(msgspec.Struct, frozen=True):
+class Portion(msgspec.Struct, frozen=True, gc=False):
     """Elements of one need that the same trainers hold; exactly one of `sources` sends each."""
 
     need: Need
@@ -39,37 +39,42 @@ def find_portions(demand: Demand, geometry: Geometry) -> tuple[Portion, ...]:
     Raises:
         CoverageError: trainers hold a needed tensor only in part.
     """
-    return tuple(
-        portion
-        for need in demand.needs
-        for portion in _portions(need, demand.supplies[need.tensor], geometry)
-    )
+    sources: dict[str, dict[tuple[int, ...], dict[WorkerId, Source]]] = {}
+    portions: list[Portion] = []
+    for need in demand.needs:
+        known = sources.setdefault(need.tensor, {})
+        portions += _portions(need, demand.supplies[need.tensor], geometry, known)
+    return tuple(portions)
 
 
-def _portions(need: Need, supply: Supply, geometry: Geometry) -> Iterator[Portion]:
+def _portions(
+    need: Need, supply: Supply, geometry: Geometry, known: dict[tuple[int, ...], dict[WorkerId, Source]]
+) -> Iterator[Portion]:
     cells = geometry.cells(need.region, supply.regions)
-    if missing := [cell for cell in cells if not cell.holders]:
-        raise CoverageError(_partly_held(need, supply, missing))
     dtype = wire_dtype(supply.dtype, need.dtype)
+    element_nbytes = itemsize(dtype)
     for cell in cells:
-        sources = _sources(supply, cell.holders)
+        if not cell.holders:
+            raise CoverageError(_partly_held(need, supply, [cell for cell in cells if not cell.holders]))
+        if (sources := known.get(cell.holders)) is None:
+            sources = known[cell.holders] = _sources(supply, cell.holders)
         yield Portion(
             need=need,
             region=cell.region,
             wire_dtype=dtype,
-            nbytes=cell.region.num_elements * itemsize(dtype),
-            owners=tuple(source.holding.worker for source in sources),
-            sources=sources,
+            nbytes=cell.region.num_elements * element_nbytes,
+            owners=tuple(sources),
+            sources=tuple(sources.values()),
         )
 
 
-def _sources(supply: Supply, holders: tuple[int, ...]) -> tuple[Source, ...]:
-    """Return one source for each worker, sorted by worker; aliases inside a worker are dropped."""
+def _sources(supply: Supply, holders: tuple[int, ...]) -> dict[WorkerId, Source]:
+    """Return one source for each worker, in their order; aliases inside a worker are dropped."""
     chosen: dict[WorkerId, Source] = {}
     for index in holders:
         for holding in supply.holdings[index]:
             chosen.setdefault(holding.worker, Source(holding=holding, region=supply.regions[index]))
-    return tuple(chosen[worker] for worker in sorted(chosen))
+    return {worker: chosen[worker] for worker in sorted(chosen)}
 
 
 def _partly_held(need: Need, supply: Supply, missing: Sequence[Cell]) -> str:

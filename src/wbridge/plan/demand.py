@@ -16,7 +16,7 @@ from wbridge.layout.source_map import Mapped, SourceMap, TensorSpec
 from wbridge.plan.geometry import at_origin, distinct, region_key
 
 
-class Need(msgspec.Struct, frozen=True):
+class Need(msgspec.Struct, frozen=True, gc=False):
     """One region of a rollout parameter, with its target offset and its replicating loops taken apart."""
 
     receiver: WorkerId
@@ -28,7 +28,7 @@ class Need(msgspec.Struct, frozen=True):
     repeats: tuple[tuple[int, int], ...]
 
 
-class Holding(msgspec.Struct, frozen=True):
+class Holding(msgspec.Struct, frozen=True, gc=False):
     """A place in a trainer's parameter where a region of a supply starts."""
 
     worker: WorkerId

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from wbridge.layout.algebra import intersect, subtract
+from wbridge.layout.algebra import intersect, split, subtract
 from wbridge.layout.region import Overlap, Region, Strided
 
 
@@ -18,6 +18,14 @@ class Cell(msgspec.Struct, frozen=True):
     holders: tuple[int, ...]
 
 
+class Chunk(msgspec.Struct, frozen=True):
+    """A block of elements small enough to travel in one slot, and its dense layout on the wire."""
+
+    overlap: Overlap
+    num_elements: int
+    wire: Strided
+
+
 class Geometry:
     """Remembers its answers, so a question about the thousandth expert costs a lookup.
 
@@ -26,6 +34,7 @@ class Geometry:
 
     def __init__(self) -> None:
         self._overlaps: dict[tuple[Region, Region], tuple[Overlap, ...]] = {}
+        self._chunks: dict[tuple[Region, Region, int], tuple[Chunk, ...]] = {}
         self._cells: dict[tuple[Region, tuple[Region, ...]], tuple[Cell, ...]] = {}
         self._unions: dict[tuple[Region, ...], tuple[Region, ...]] = {}
 
@@ -34,6 +43,19 @@ class Geometry:
         key = (held, wanted)
         if (known := self._overlaps.get(key)) is None:
             known = self._overlaps[key] = intersect(held, wanted)
+        return known
+
+    def chunks(self, held: Region, wanted: Region, max_elements: int) -> tuple[Chunk, ...]:
+        """Return the elements that both regions contain, in blocks of at most `max_elements`."""
+        key = (held, wanted, max_elements)
+        if (known := self._chunks.get(key)) is None:
+            known = self._chunks[key] = tuple(
+                Chunk(
+                    overlap=part, num_elements=part.num_wire_elements, wire=Strided(0, packed(part.extents))
+                )
+                for overlap in self.overlaps(held, wanted)
+                for part in split(overlap, max_elements)
+            )
         return known
 
     def cells(self, wanted: Region, held: tuple[Region, ...]) -> tuple[Cell, ...]:
@@ -112,6 +134,6 @@ def region_key(region: Region) -> tuple[int, int, tuple[int, ...], tuple[int, ..
     return source.offset, target.offset, region.extents, source.strides, target.strides
 
 
-def packed_strides(extents: tuple[int, ...]) -> tuple[int, ...]:
+def packed(extents: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a row-major block without gaps."""
     return tuple(math.prod(extents[k + 1 :]) for k in range(len(extents)))

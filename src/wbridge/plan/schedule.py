@@ -10,11 +10,10 @@ import msgspec
 from wbridge.config import Config, Staging
 from wbridge.errors import PlanError
 from wbridge.ids import WorkerId
-from wbridge.layout.algebra import split
 from wbridge.layout.dtype import itemsize
-from wbridge.layout.region import Overlap, Strided
+from wbridge.layout.region import Strided
 from wbridge.plan.balance import Shipment
-from wbridge.plan.geometry import Geometry, packed_strides
+from wbridge.plan.geometry import Chunk, Geometry
 from wbridge.plan.types import Group, Piece, Transfer
 
 ALIGNMENT = 8
@@ -27,21 +26,15 @@ DIRECT_SLOTS = 4
 """Slots of a direct ring unless the configuration says otherwise."""
 
 
-class _Item(msgspec.Struct, frozen=True):
+class _Item(msgspec.Struct, frozen=True, gc=False):
     """One transfer before it has a place."""
 
     shipment: Shipment
-    overlap: Overlap
+    chunk: Chunk
+    writer: WorkerId
+    tensor: str
     element_nbytes: int
     nbytes: int
-
-    @property
-    def writer(self) -> WorkerId:
-        return self.shipment.source.holding.worker
-
-    @property
-    def tensor(self) -> str:
-        return self.shipment.portion.need.tensor
 
 
 def schedule(
@@ -63,11 +56,10 @@ def schedule(
     if capacity == 0:
         raise PlanError(f"slot_nbytes = {config.slot_nbytes}: raise it to at least {ALIGNMENT} bytes")
     groups: list[Group] = []
-    strides: dict[tuple[int, ...], tuple[int, ...]] = {}
     for receiver, own in itertools.groupby(shipments, key=lambda s: s.portion.need.receiver):
         items = [item for shipment in own for item in _items(shipment, capacity, geometry)]
-        for index, packed in enumerate(_pack(_units(items, atomic.get(receiver, ())), capacity)):
-            groups.append(_group(receiver, index, packed, strides))
+        for index, filled in enumerate(_pack(_units(items, atomic.get(receiver, ())), capacity)):
+            groups.append(_group(receiver, index, filled))
     return tuple(groups)
 
 
@@ -79,13 +71,18 @@ def ring_slots(config: Config, num_groups: int, receiver_staging: Staging) -> in
 
 
 def _items(shipment: Shipment, capacity: int, geometry: Geometry) -> Iterator[_Item]:
-    element_nbytes = itemsize(shipment.portion.wire_dtype)
+    portion, source = shipment.portion, shipment.source
+    element_nbytes = itemsize(portion.wire_dtype)
     max_elements = max(1, capacity // CHUNKS_PER_SLOT // element_nbytes)
-    for overlap in geometry.overlaps(shipment.source.region, shipment.region):
-        fits = overlap.num_wire_elements <= max_elements
-        for chunk in (overlap,) if fits else split(overlap, max_elements):
-            nbytes = chunk.num_wire_elements * element_nbytes
-            yield _Item(shipment=shipment, overlap=chunk, element_nbytes=element_nbytes, nbytes=nbytes)
+    for chunk in geometry.chunks(source.region, shipment.region, max_elements):
+        yield _Item(
+            shipment=shipment,
+            chunk=chunk,
+            writer=source.holding.worker,
+            tensor=portion.need.tensor,
+            element_nbytes=element_nbytes,
+            nbytes=chunk.num_elements * element_nbytes,
+        )
 
 
 def _units(items: Sequence[_Item], atomic: Sequence[Sequence[str]]) -> Iterator[list[_Item]]:
@@ -128,73 +125,80 @@ def _merge(atomic: Sequence[Sequence[str]]) -> dict[str, str]:
 
 def _pack(units: Iterable[Sequence[_Item]], capacity: int) -> Iterator[dict[WorkerId, list[_Item]]]:
     """Fill slots in order; a unit that does not fit into the rest of a slot opens the next one."""
-    packed: dict[WorkerId, list[_Item]] = {}
-    sizes: dict[WorkerId, int] = {}
+    filling = _Filling()
     for unit in units:
-        if sizes and len(unit) > 1 and _size_with(sizes, unit) > capacity:
-            yield packed
-            packed, sizes = {}, {}
+        if filling.nbytes and len(unit) > 1 and filling.nbytes_with(unit) > capacity:
+            yield filling.packed
+            filling = _Filling()
         for item in unit:
-            if sizes and _size_with(sizes, (item,)) > capacity:
-                yield packed
-                packed, sizes = {}, {}
-            packed.setdefault(item.writer, []).append(item)
-            sizes[item.writer] = sizes.get(item.writer, 0) + item.nbytes
-    if packed:
-        yield packed
+            if filling.nbytes and filling.nbytes_with((item,)) > capacity:
+                yield filling.packed
+                filling = _Filling()
+            filling.add(item)
+    if filling.nbytes:
+        yield filling.packed
 
 
-def _size_with(sizes: Mapping[WorkerId, int], items: Iterable[_Item]) -> int:
-    """Return the bytes of a group after `items` joined the pieces of the given sizes."""
-    grown = dict(sizes)
-    for item in items:
-        grown[item.writer] = grown.get(item.writer, 0) + item.nbytes
-    return sum(_aligned(nbytes) for nbytes in grown.values())
+class _Filling:
+    """The group being filled, with the bytes that it takes when each piece is aligned."""
+
+    def __init__(self) -> None:
+        self.packed: dict[WorkerId, list[_Item]] = {}
+        self.nbytes = 0
+        self._sizes: dict[WorkerId, int] = {}
+
+    def add(self, item: _Item) -> None:
+        size = self._sizes.get(item.writer, 0)
+        self.packed.setdefault(item.writer, []).append(item)
+        self._sizes[item.writer] = size + item.nbytes
+        self.nbytes += _aligned(size + item.nbytes) - _aligned(size)
+
+    def nbytes_with(self, unit: Sequence[_Item]) -> int:
+        grown: dict[WorkerId, int] = {}
+        nbytes = self.nbytes
+        for item in unit:
+            size = grown.get(item.writer, self._sizes.get(item.writer, 0))
+            grown[item.writer] = size + item.nbytes
+            nbytes += _aligned(size + item.nbytes) - _aligned(size)
+        return nbytes
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _group(
-    receiver: WorkerId,
-    index: int,
-    packed: Mapping[WorkerId, Sequence[_Item]],
-    strides: dict[tuple[int, ...], tuple[int, ...]],
-) -> Group:
+def _group(receiver: WorkerId, index: int, filled: Mapping[WorkerId, Sequence[_Item]]) -> Group:
     pieces: list[Piece] = []
     end = 0
-    for writer in sorted(packed):
+    for writer in sorted(filled):
         start = end = _aligned(end)
         transfers: list[Transfer] = []
         # Wide elements first: then every transfer of the piece is aligned without padding.
-        for item in sorted(packed[writer], key=lambda item: -item.element_nbytes):
-            transfers.append(_transfer(item, end, strides))
+        for item in sorted(filled[writer], key=lambda item: -item.element_nbytes):
+            transfers.append(_transfer(item, end))
             end += item.nbytes
         pieces.append(Piece(writer=writer, offset=start, nbytes=end - start, transfers=tuple(transfers)))
     return Group(receiver=receiver, index=index, nbytes=end, pieces=tuple(pieces))
 
 
-def _transfer(item: _Item, slot_offset: int, known: dict[tuple[int, ...], tuple[int, ...]]) -> Transfer:
-    portion, overlap, holding = item.shipment.portion, item.overlap, item.shipment.source.holding
-    need = portion.need
-    extents, source, target = overlap.extents, overlap.left, overlap.right
-    if (wire := known.get(extents)) is None:
-        wire = known[extents] = packed_strides(extents)
-    source_strides, target_strides = source.strides, target.strides
+def _transfer(item: _Item, slot_offset: int) -> Transfer:
+    portion, holding = item.shipment.portion, item.shipment.source.holding
+    need, overlap, wire = portion.need, item.chunk.overlap, item.chunk.wire
+    extents, source, target = overlap.extents, overlap.left.strides, overlap.right.strides
     if need.repeats:
+        nothing = (0,) * len(need.repeats)
         extents += tuple(extent for extent, _ in need.repeats)
-        target_strides += tuple(stride for _, stride in need.repeats)
-        wire += (0,) * len(need.repeats)
-        source_strides += (0,) * len(need.repeats)
+        source += nothing
+        target += tuple(stride for _, stride in need.repeats)
+        wire = Strided(0, wire.strides + nothing)
     return Transfer(
         tensor=need.tensor,
         extents=extents,
         source_parameter=holding.parameter,
-        source=Strided(source.offset + holding.offset, source_strides),
+        source=Strided(overlap.left.offset + holding.offset, source),
         target_parameter=need.parameter,
-        target=Strided(target.offset + need.offset, target_strides),
-        wire=Strided(0, wire),
+        target=Strided(overlap.right.offset + need.offset, target),
+        wire=wire,
         wire_dtype=portion.wire_dtype,
         slot_offset=slot_offset,
     )

@@ -77,12 +77,20 @@ class MapBuilder:
     def whole(self, tensor: str, shape: Sequence[int], **options: str) -> MapBuilder:
         return self.box(tensor, shape, tuple((0, extent) for extent in shape), **options)
 
-    def region(self, tensor: str, shape: Sequence[int], region: Region, *, parameter: str = "") -> MapBuilder:
+    def region(
+        self,
+        tensor: str,
+        shape: Sequence[int],
+        region: Region,
+        *,
+        dtype: str = "bfloat16",
+        parameter: str = "",
+    ) -> MapBuilder:
         """Add any region of `tensor` to a parameter of its own."""
         name = parameter or tensor
-        self.checkpoint[tensor] = TensorSpec(shape=tuple(shape), dtype="bfloat16")
-        size = 1 + max(at for _, at in elements(region))
-        self.parameters[name] = ParameterSpec(shape=(size,), strides=(1,), dtype="bfloat16")
+        self.checkpoint[tensor] = TensorSpec(shape=tuple(shape), dtype=dtype)
+        size = 1 + max(target for _, target in elements(region))
+        self.parameters[name] = ParameterSpec(shape=(size,), strides=(1,), dtype=dtype)
         self.mapped.append(Mapped(parameter=name, tensor=tensor, region=region))
         return self
 

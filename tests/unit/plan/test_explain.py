@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import msgspec
+
+from tests.unit.plan.world import MapBuilder, one_host, plan_of, rollout, rows, single, trainer
+from wbridge.config import Config, Mode
+from wbridge.ids import WorkerId
+from wbridge.layout.source_map import SourceMap
+from wbridge.plan.build import build_plan
+from wbridge.plan.explain import Explanation, explain
+
+SHAPE = (64, 8)  # 1024 bytes
+
+
+def explained(maps: dict[WorkerId, SourceMap], hosts: dict[WorkerId, str], **settings: object) -> Explanation:
+    config = Config(**settings)  # type: ignore[arg-type]  # settings by name
+    return explain(build_plan(maps, hosts, config), maps, hosts, config)
+
+
+def sharded() -> dict[WorkerId, SourceMap]:
+    maps = {trainer(r, 2): single("w", SHAPE, rows(SHAPE, r, 2)) for r in range(2)}
+    return maps | {rollout(r, 4): single("w", SHAPE, rows(SHAPE, r % 2, 2)) for r in range(4)}
+
+
+def test_bytes_by_trainer_host_and_link() -> None:
+    maps = sharded()
+    hosts = {worker: f"{worker.role}{worker.rank // 2}" for worker in maps}
+    told = explained(maps, hosts)
+    assert told.egress_nbytes == {"trainer/train[0]": 1024, "trainer/train[1]": 1024}
+    assert told.ingress_nbytes == {"rollout0": 1024, "rollout1": 1024}
+    assert [(link.writer, link.receiver, link.nbytes) for link in told.links][:2] == [
+        ("trainer/train[0]", "rollout/engine0[0]", 512),
+        ("trainer/train[0]", "rollout/engine0[2]", 512),
+    ]
+    assert all(link.crosses_hosts for link in told.links)
+    assert (told.needed_nbytes, told.sent_nbytes, told.model_nbytes, told.copies_sent) == (
+        2048,
+        2048,
+        1024,
+        2.0,
+    )
+
+
+def test_lower_bound_and_ratio() -> None:
+    maps = sharded()
+    hosts = {worker: f"{worker.role}{worker.rank // 2}" for worker in maps}
+    told = explained(maps, hosts)
+    assert told.bound.shared_egress_nbytes == 512
+    assert told.bound.sole_holder_nbytes == 512
+    assert told.bound.host_ingress_nbytes == 1024
+    assert told.bound.relay_egress_nbytes == 512
+    assert (told.bound_nbytes, told.busiest_nbytes, told.ratio) == (1024, 1024, 1.0)
+    assert explained(maps, one_host(maps)).ratio == 2.0  # two copies into one host, one would do
+
+
+def test_what_one_trainer_holds_alone_is_part_of_the_bound() -> None:
+    maps = {
+        trainer(0, 2): MapBuilder().whole("w", SHAPE).whole("v", SHAPE).build(),
+        trainer(1, 2): MapBuilder().box("w", SHAPE, rows(SHAPE, 0, 2)).build(),
+        rollout(0, 2): single("w", SHAPE, rows(SHAPE, 0, 1)),
+        rollout(1, 2): single("v", SHAPE, rows(SHAPE, 0, 1)),
+    }
+    assert explained(maps, one_host(maps)).bound.sole_holder_nbytes == 1024 + 512
+
+
+def test_slot_memory_follows_the_mode() -> None:
+    maps = sharded()
+    rings = {
+        mode: {use.worker: use for use in explained(maps, one_host(maps), mode=mode, slot_nbytes=64).memory}
+        for mode in Mode
+    }
+    receiver, sender = "rollout/engine0[0]", "trainer/train[0]"
+    assert rings[Mode.SYNC][receiver].num_groups == 8
+    assert rings[Mode.SYNC][receiver].num_slots == 4
+    assert rings[Mode.ASYNC][receiver].num_slots == 8
+    assert rings[Mode.ASYNC][receiver].nbytes == 512
+    assert rings[Mode.SYNC][sender].snapshot_nbytes == 0
+    assert rings[Mode.ASYNC][sender].snapshot_nbytes == 2 * 512
+    assert rings[Mode.SYNC][sender].num_slots == 2
+
+
+def test_unused_tensors_are_counted() -> None:
+    maps = sharded()
+    maps[trainer(0, 2)] = MapBuilder().box("w", SHAPE, rows(SHAPE, 0, 2)).whole("extra", (3,)).build()
+    assert explained(maps, one_host(maps)).num_unused_tensors == 1
+
+
+def test_text_and_json() -> None:
+    maps = {
+        trainer(0, 1): single("w", SHAPE, rows(SHAPE, 0, 1), dtype="float32"),
+        rollout(0, 1): single("w", SHAPE, rows(SHAPE, 0, 1), dtype="bfloat16"),
+    }
+    told = explained(maps, one_host(maps))
+    text = told.to_text()
+    assert "needed 1.02 kB, sent 1.02 kB, 1.00 copies of 1.02 kB" in text
+    assert "float32 -> bfloat16 as bfloat16: 1.02 kB" in text
+    assert "trainer/train[0] -> rollout/engine0[0]: 1.02 kB inside a host" in text
+    assert msgspec.json.decode(msgspec.json.encode(told), type=Explanation) == told
+
+
+def test_explaining_an_empty_plan() -> None:
+    empty = SourceMap(checkpoint={}, parameters={}, mapped=())
+    maps = {trainer(0, 1): empty, rollout(0, 1): empty}
+    told = explain(plan_of(maps), maps, one_host(maps), Config())
+    assert (told.sent_nbytes, told.ratio, told.copies_sent) == (0, 1.0, 0.0)
