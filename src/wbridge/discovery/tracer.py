@@ -207,6 +207,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         twins = Twins(self._contents)
         twins.all(args), twins.all(kwargs)
         for target in written:
+            if not target.numel():
+                continue
             moves = put_moves(func, twins.of(target), twins.some(args), kwargs)
             if moves is not None:
                 self._record(target, moved(moves, twins))
@@ -221,8 +223,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         return of_origin(origin, tuple(target.shape), place_of(target))
 
     def _record(self, target: torch.Tensor, pieces: list[Piece]) -> None:
-        if not target.numel():
-            return
         if isinstance(target, Traced):
             target.content.write(pieces)
             return
