@@ -35,7 +35,7 @@ class Endpoint(Protocol):
 
         The bytes are visible at the receiver before `notify` appears in its inbox.
         Cancelled: the receiver may hold some bytes and gets no notification; `source` is borrowed
-        until `stopped(remote)` or `aclose` returns.
+        until `flush` or `aclose` returns.
 
         Raises:
             PeerLost: the peer is gone.
@@ -51,7 +51,7 @@ class Endpoint(Protocol):
         ...
 
     async def flush(self) -> None:
-        """Return when no put of this endpoint, finished or cancelled, can touch memory on either side any more."""
+        """Return when no put of this endpoint, finished or cancelled, can touch memory on either side."""
         ...
 
     async def aclose(self) -> None:
@@ -90,5 +90,8 @@ class Transport(Protocol):
         ...
 
     async def withdraw(self, remote: RemoteSlot) -> bool:
-        """Take an exposed slot back. True: no byte will be written there any more. False: not provable here."""
+        """Take an exposed slot back.
+
+        True: no byte will be written there any more. False: not provable here.
+        """
         ...

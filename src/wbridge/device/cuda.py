@@ -1,0 +1,131 @@
+"""CudaDevice: the same protocol on torch's CUDA streams, events and pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+import torch
+
+from wbridge.device.base import Event, MemoryKind
+from wbridge.errors import ConfigError, InternalError, NativeUnavailable
+
+_FIRST_POLL_S: Final = 50e-6
+_LAST_POLL_S: Final = 200e-6
+
+
+class CudaDevice:
+    """One GPU. Work is enqueued by the submitting thread; the GPU runs it later.
+
+    Raises:
+        NativeUnavailable: this torch has no CUDA.
+        ConfigError: there is no such GPU.
+    """
+
+    def __init__(self, index: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise NativeUnavailable(
+                "parameters on cuda need a torch built with CUDA and a visible GPU; install them with "
+                "`pip install wbridge[cu12]`, or keep the parameters on the CPU"
+            )
+        self._index = torch.cuda.current_device() if index is None else index
+        if not 0 <= self._index < torch.cuda.device_count():
+            raise ConfigError(f"cuda:{self._index}: this process sees {torch.cuda.device_count()} GPUs")
+        self._streams: list[CudaStream] = []
+
+    @property
+    def name(self) -> str:
+        return f"cuda:{self._index}"
+
+    def allocate(self, nbytes: int, kind: MemoryKind) -> CudaBuffer:
+        where = torch.device("cuda", self._index) if kind == "device" else torch.device("cpu")
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=where, pin_memory=kind == "pinned")
+        return CudaBuffer(memory, kind)
+
+    def open_stream(self, name: str) -> CudaStream:
+        handle = torch.cuda.Stream(device=self._index)  # type: ignore[no-untyped-call]  # torch has no hints here
+        stream = CudaStream(handle)
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self._index))
+
+    def close(self) -> None:
+        """Wait for the work of all streams opened here. Blocks; idempotent."""
+        while self._streams:
+            self._streams.pop().record().synchronize()
+
+
+class CudaBuffer:
+    """Device memory, or page-locked host memory."""
+
+    def __init__(self, memory: torch.Tensor, kind: MemoryKind) -> None:
+        self._memory = memory
+        self._kind = kind
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
+
+    @property
+    def kind(self) -> MemoryKind:
+        return self._kind
+
+    @property
+    def view(self) -> memoryview:
+        if self._kind == "device":
+            raise NativeUnavailable(
+                "slots in GPU memory need the native transport; choose a mode with pinned receivers, "
+                "such as receiver_overlap or async"
+            )
+        return self._memory.numpy().data
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self._memory
+
+
+class CudaStream:
+    """A torch stream. `submit` runs `work` at once, with this stream current: what it launches runs later.
+
+    A copy between two host buffers launches nothing: it is over when `submit` returns.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def submit(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self) -> CudaEvent:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no hints here
+        event.record(self._stream)
+        return CudaEvent(event)
+
+    def wait_event(self, event: Event) -> None:
+        if not isinstance(event, CudaEvent):
+            raise InternalError(f"a CUDA stream cannot wait for a {type(event).__name__}")
+        self._stream.wait_event(event.handle)
+
+
+class CudaEvent:
+    """A torch event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.handle = event
+
+    def is_done(self) -> bool:
+        return bool(self.handle.query())  # type: ignore[no-untyped-call]  # torch has no hints here
+
+    async def wait(self) -> None:
+        """Poll with a capped back-off, only while the work runs: CUDA has no event that a loop can await."""
+        pause_s = _FIRST_POLL_S
+        while not self.is_done():
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+    def synchronize(self) -> None:
+        self.handle.synchronize()

@@ -1,0 +1,94 @@
+"""The staging contract: where a worker's slots live and what has to wait for what.
+
+The four modes differ only in which `SenderStaging` and which `ReceiverStaging` a worker holds.
+Both belong to the adapter's event loop.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from wbridge.device.base import Event
+from wbridge.plan.types import Group, Piece
+from wbridge.staging.slots import LocalSlot
+
+
+class Source(Protocol):
+    """The weights of one version, to gather pieces from: the live ones or a snapshot."""
+
+    def gather(self, piece: Piece, slot: LocalSlot) -> Event:
+        """Start to copy `piece` to the start of `slot`; its bytes are there when the event is done."""
+        ...
+
+    def release(self) -> None:
+        """No more `gather` will follow and no event of one is waited for. Idempotent."""
+        ...
+
+
+class SenderStaging(Protocol):
+    """How a sender gets hold of a version's weights and of slots to gather them in."""
+
+    @property
+    def holds_live_weights(self) -> bool:
+        """True: a source reads the live parameters, so they may not change before the puts have stopped."""
+        ...
+
+    @property
+    def has_free_snapshot(self) -> bool:
+        """True: `snapshot` would not wait for a source to be released."""
+        ...
+
+    async def snapshot(self, after: Event) -> Source:
+        """Return the weights as they are once `after`, an event of the caller's stream, is done.
+
+        Unless `holds_live_weights`, the parameters may change as soon as this returns; it may wait
+        for an older source to be released. Cancelled: no source is taken.
+        """
+        ...
+
+    async def acquire(self) -> LocalSlot:
+        """Wait for a slot to gather in. Cancelled: takes none."""
+        ...
+
+    def release(self, slot: LocalSlot) -> None:
+        """Give a slot back: the put that read it has stopped."""
+        ...
+
+
+class ReceiverStaging(Protocol):
+    """The memory of a receiver's ring, and the way from there into the parameters."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def slot_nbytes(self) -> int: ...
+
+    @property
+    def offers_when_parked(self) -> bool:
+        """True: the worker can take a version only while all its engine is parked in the poll."""
+        ...
+
+    @property
+    def abandoned_nbytes(self) -> int:
+        """Bytes of slots that were replaced because a late writer might still write them."""
+        ...
+
+    def groups_before_hold(self, num_groups: int) -> int:
+        """Return how many groups of a version must have landed before the engine is worth holding."""
+        ...
+
+    def slot_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
+        """Return a part of a slot for the transport."""
+        ...
+
+    def scatter(self, group: Group, slot: int, *, after: Event | None = None) -> Event:
+        """Start to copy `group` from `slot` into the parameters, not before `after` is done.
+
+        The slot may be written again when the event is done.
+        """
+        ...
+
+    def replace(self, slot: int) -> None:
+        """Abandon a slot's memory, which stays mapped, and give the slot new memory."""
+        ...

@@ -1,0 +1,90 @@
+"""Direct staging: no copy of the weights besides the slots themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from wbridge.device.base import Device, Event
+from wbridge.device.copy import Tensors
+from wbridge.plan.types import Group, Piece
+from wbridge.staging.gathering import Gathering, slot_nbytes
+from wbridge.staging.ring import ReceiverRing
+from wbridge.staging.slots import LocalSlot, LocalSlots
+
+
+class DirectSender:
+    """Gathers from the live parameters: the caller may not change them until the version is delivered."""
+
+    def __init__(
+        self, device: Device, parameters: Tensors, pieces: Sequence[Piece], *, local_slots: int
+    ) -> None:
+        self._slots = LocalSlots(device, num_slots=local_slots, slot_nbytes=slot_nbytes(pieces))
+        self._gathering = Gathering(device.open_stream("gather"), pieces, parameters)
+
+    @property
+    def holds_live_weights(self) -> Literal[True]:
+        return True
+
+    @property
+    def has_free_snapshot(self) -> Literal[True]:
+        return True
+
+    async def snapshot(self, after: Event) -> LiveSource:
+        """Return at once: the gathers wait for `after`, not the caller."""
+        self._gathering.stream.wait_event(after)
+        return LiveSource(self._gathering)
+
+    async def acquire(self) -> LocalSlot:
+        return await self._slots.acquire()
+
+    def release(self, slot: LocalSlot) -> None:
+        self._slots.release(slot)
+
+
+class LiveSource:
+    """The live parameters."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        self._gathering = gathering
+
+    def gather(self, piece: Piece, slot: LocalSlot) -> Event:
+        return self._gathering.start(piece, slot)
+
+    def release(self) -> None:
+        return
+
+
+class DirectReceiver:
+    """A small ring in device memory: a version passes through it while the engine is parked."""
+
+    def __init__(self, device: Device, targets: Tensors, groups: Sequence[Group], *, num_slots: int) -> None:
+        self._ring = ReceiverRing(device, "device", targets, groups, num_slots=num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        return self._ring.memory.num_slots
+
+    @property
+    def slot_nbytes(self) -> int:
+        return self._ring.memory.slot_nbytes
+
+    @property
+    def offers_when_parked(self) -> Literal[True]:
+        return True
+
+    @property
+    def abandoned_nbytes(self) -> int:
+        return self._ring.memory.abandoned_nbytes
+
+    def groups_before_hold(self, num_groups: int) -> int:
+        return 0
+
+    def slot_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
+        return self._ring.memory.view(slot, offset, nbytes)
+
+    def scatter(self, group: Group, slot: int, *, after: Event | None = None) -> Event:
+        return self._ring.scatter(group, slot, after)
+
+    def replace(self, slot: int) -> None:
+        self._ring.replace(slot)

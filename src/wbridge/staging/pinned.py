@@ -1,0 +1,135 @@
+"""Pinned staging: whole versions in host memory, so that neither side waits for the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import anyio
+
+from wbridge.device.base import Device, Event
+from wbridge.device.copy import Tensors
+from wbridge.device.mirror import Mirror
+from wbridge.errors import InternalError
+from wbridge.plan.types import Group, Piece
+from wbridge.staging.gathering import Gathering, slot_nbytes
+from wbridge.staging.ring import ReceiverRing
+from wbridge.staging.slots import LocalSlot, LocalSlots
+
+
+class PinnedSender:
+    """Copies the parameters that it has to send into one of `snapshot_versions` host copies."""
+
+    def __init__(
+        self,
+        device: Device,
+        parameters: Tensors,
+        pieces: Sequence[Piece],
+        *,
+        local_slots: int,
+        snapshot_versions: int,
+    ) -> None:
+        names = {transfer.source_parameter for piece in pieces for transfer in piece.transfers}
+        gathers = device.open_stream("gather")
+        self._stream = device.open_stream("snapshot")
+        self._slots = LocalSlots(device, num_slots=local_slots, slot_nbytes=slot_nbytes(pieces))
+        mirrors = [Mirror(device, parameters, names) for _ in range(snapshot_versions)]
+        self._free = deque(_Version(mirror, Gathering(gathers, pieces, mirror.tensors)) for mirror in mirrors)
+        self._available = anyio.Semaphore(snapshot_versions, fast_acquire=True)
+
+    @property
+    def holds_live_weights(self) -> Literal[False]:
+        return False
+
+    @property
+    def has_free_snapshot(self) -> bool:
+        return bool(self._free)
+
+    async def snapshot(self, after: Event) -> Snapshot:
+        """Return when the copy is done. Cancelled: the copy is dropped and its memory free again."""
+        await self._available.acquire()
+        version = self._free.popleft()
+        try:
+            if version.last_gather is not None:
+                await version.last_gather.wait()
+            self._stream.wait_event(after)
+            await version.mirror.copy(self._stream).wait()
+        except BaseException:
+            self._give_back(version)
+            raise
+        return Snapshot(version, self._give_back)
+
+    async def acquire(self) -> LocalSlot:
+        return await self._slots.acquire()
+
+    def release(self, slot: LocalSlot) -> None:
+        self._slots.release(slot)
+
+    def _give_back(self, version: _Version) -> None:
+        self._free.append(version)
+        self._available.release()
+
+
+class _Version:
+    """The memory of one snapshot and the gathers from it."""
+
+    def __init__(self, mirror: Mirror, gathering: Gathering) -> None:
+        self.mirror = mirror
+        self.gathering = gathering
+        self.last_gather: Event | None = None
+
+
+class Snapshot:
+    """A host copy of one version, until `release`."""
+
+    def __init__(self, version: _Version, give_back: Callable[[_Version], None]) -> None:
+        self._version: _Version | None = version
+        self._give_back = give_back
+
+    def gather(self, piece: Piece, slot: LocalSlot) -> Event:
+        if self._version is None:
+            raise InternalError(f"piece at byte {piece.offset} gathered from a snapshot after its release")
+        event = self._version.gathering.start(piece, slot)
+        self._version.last_gather = event
+        return event
+
+    def release(self) -> None:
+        version, self._version = self._version, None
+        if version is not None:
+            self._give_back(version)
+
+
+class PinnedReceiver:
+    """A host ring that takes versions while the engine works; by default it holds a whole one."""
+
+    def __init__(self, device: Device, targets: Tensors, groups: Sequence[Group], *, num_slots: int) -> None:
+        self._ring = ReceiverRing(device, "pinned", targets, groups, num_slots=num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        return self._ring.memory.num_slots
+
+    @property
+    def slot_nbytes(self) -> int:
+        return self._ring.memory.slot_nbytes
+
+    @property
+    def offers_when_parked(self) -> Literal[False]:
+        return False
+
+    @property
+    def abandoned_nbytes(self) -> int:
+        return self._ring.memory.abandoned_nbytes
+
+    def groups_before_hold(self, num_groups: int) -> int:
+        return min(num_groups, self.num_slots)
+
+    def slot_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
+        return self._ring.memory.view(slot, offset, nbytes)
+
+    def scatter(self, group: Group, slot: int, *, after: Event | None = None) -> Event:
+        return self._ring.scatter(group, slot, after)
+
+    def replace(self, slot: int) -> None:
+        self._ring.replace(slot)

@@ -1,0 +1,77 @@
+"""LocalSlots, RingMemory: the buffers in which a sender gathers and into which a receiver is written."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import anyio
+
+from wbridge.device.base import Buffer, Device, MemoryKind
+from wbridge.errors import InternalError
+
+
+class LocalSlot:
+    """One buffer of a sender. Compared by identity."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+    def view(self, nbytes: int) -> memoryview:
+        """The first `nbytes`, for the transport."""
+        return self.buffer.view[:nbytes]
+
+
+class LocalSlots:
+    """A fixed set of slots, handed out in the order of asking; host memory, since a transport reads it."""
+
+    def __init__(self, device: Device, *, num_slots: int, slot_nbytes: int) -> None:
+        self._slots = [LocalSlot(device.allocate(slot_nbytes, "pinned")) for _ in range(num_slots)]
+        self._free = deque(self._slots)
+        self._available = anyio.Semaphore(num_slots, fast_acquire=True)
+
+    async def acquire(self) -> LocalSlot:
+        """Wait for a free slot. Cancelled: takes none."""
+        await self._available.acquire()
+        return self._free.popleft()
+
+    def release(self, slot: LocalSlot) -> None:
+        if slot in self._free or slot not in self._slots:
+            raise InternalError("a gather slot was released twice, or to the wrong pool")
+        self._free.append(slot)
+        self._available.release()
+
+
+class RingMemory:
+    """The slots of a receiver's ring, all of one size."""
+
+    def __init__(self, device: Device, kind: MemoryKind, *, num_slots: int, slot_nbytes: int) -> None:
+        self._device = device
+        self._kind = kind
+        self._slot_nbytes = slot_nbytes
+        self._buffers = [device.allocate(slot_nbytes, kind) for _ in range(num_slots)]
+        self._abandoned: list[Buffer] = []
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._buffers)
+
+    @property
+    def slot_nbytes(self) -> int:
+        return self._slot_nbytes
+
+    @property
+    def abandoned_nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._abandoned)
+
+    def buffer(self, slot: int) -> Buffer:
+        return self._buffers[slot]
+
+    def view(self, slot: int, offset: int, nbytes: int) -> memoryview:
+        if not 0 <= offset <= offset + nbytes <= self._slot_nbytes:
+            raise InternalError(f"bytes {offset} + {nbytes} are not in a slot of {self._slot_nbytes}")
+        return self._buffers[slot].view[offset : offset + nbytes]
+
+    def replace(self, slot: int) -> None:
+        """Keep the old memory mapped for a writer that may come late."""
+        self._abandoned.append(self._buffers[slot])
+        self._buffers[slot] = self._device.allocate(self._slot_nbytes, self._kind)

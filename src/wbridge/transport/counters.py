@@ -1,0 +1,22 @@
+"""Counters: what really was sent, measured where it is sent."""
+
+from __future__ import annotations
+
+
+class Counters:
+    """Counts finished puts and messages. Belongs to one loop."""
+
+    def __init__(self) -> None:
+        self.puts = 0
+        self.put_nbytes = 0
+        self.messages = 0
+
+    def add_put(self, nbytes: int) -> None:
+        self.puts += 1
+        self.put_nbytes += nbytes
+
+    def add_message(self) -> None:
+        self.messages += 1
+
+    def as_dict(self) -> dict[str, int]:
+        return {"puts": self.puts, "put_nbytes": self.put_nbytes, "messages": self.messages}

@@ -1,0 +1,132 @@
+"""Inbox: a bounded queue of messages that any loop may fill and one loop empties."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Final
+
+import anyio
+from anyio.abc import ObjectReceiveStream
+
+from wbridge.device.wakeup import Wakeup
+from wbridge.errors import PeerLost, ProtocolError
+from wbridge.transport.base import Message
+
+CAPACITY: Final = 256
+MAX_MESSAGE_NBYTES: Final = 64 * 1024
+
+
+def check_message(payload: bytes, peer: str) -> None:
+    if len(payload) > MAX_MESSAGE_NBYTES:
+        raise ProtocolError(
+            f"message of {len(payload)} bytes to {peer}: the limit is {MAX_MESSAGE_NBYTES}; use put for bulk"
+        )
+
+
+class Inbox(ObjectReceiveStream[Message]):
+    """Delivery waits while `capacity` messages lie unread: the bound is the back-pressure.
+
+    `deliver` may be called on any event loop, `receive` on one at a time.
+    """
+
+    def __init__(self, owner: str, capacity: int = CAPACITY) -> None:
+        self._owner = owner
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._messages: deque[Message] = deque()
+        self._num_reserved = 0
+        self._senders: deque[_Turn] = deque()
+        self._reader: Wakeup | None = None
+        self._closed = False
+
+    async def receive(self) -> Message:
+        """Return the next message. Cancelled: takes none.
+
+        Raises:
+            anyio.EndOfStream: the transport was closed and everything was read.
+        """
+        while True:
+            with self._lock:
+                if self._messages:
+                    message = self._messages.popleft()
+                    self._admit()
+                    return message
+                if self._closed:
+                    raise anyio.EndOfStream
+                reader = self._reader = Wakeup()
+            await reader.wait()
+
+    async def deliver(self, message: Message) -> None:
+        """Append `message` once there is room. Cancelled: the message is not delivered.
+
+        Raises:
+            PeerLost: the owner closed its inbox.
+        """
+        turn = None
+        with self._lock:
+            self._check_open()
+            if self._senders or len(self._messages) + self._num_reserved >= self._capacity:
+                turn = _Turn()
+                self._senders.append(turn)
+            else:
+                self._append(message)
+        if turn is None:
+            return
+        try:
+            await turn.wakeup.wait()
+        except BaseException:
+            with self._lock:
+                self._give_up(turn)
+            raise
+        with self._lock:
+            self._num_reserved -= turn.admitted
+            self._check_open()
+            self._append(message)
+
+    def close(self) -> None:
+        """Refuse further messages and end `receive` once the unread ones are taken. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._wake_reader()
+            while self._senders:
+                self._senders.popleft().wakeup.set()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def _append(self, message: Message) -> None:
+        self._messages.append(message)
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.set()
+            self._reader = None
+
+    def _admit(self) -> None:
+        """Reserve the freed room for the sender that has waited longest."""
+        while self._senders and len(self._messages) + self._num_reserved < self._capacity:
+            turn = self._senders.popleft()
+            turn.admitted = True
+            self._num_reserved += 1
+            turn.wakeup.set()
+
+    def _give_up(self, turn: _Turn) -> None:
+        if turn.admitted:
+            self._num_reserved -= 1
+            self._admit()
+        elif turn in self._senders:
+            self._senders.remove(turn)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PeerLost(f"{self._owner} closed its transport; reconnect, or go on without it")
+
+
+class _Turn:
+    """A sender in the queue for room."""
+
+    def __init__(self) -> None:
+        self.wakeup = Wakeup()
+        self.admitted = False
