@@ -45,8 +45,10 @@ def balance(
             ledgers[owners, receiver] = _Ledger(quotas, totals[owners][receiver])
     shipments: list[Shipment] = []
     for portion in portions:
-        ledger = ledgers[portion.owners, portion.need.receiver]
-        shipments += ledger.ship(portion, slice_nbytes)
+        if len(portion.sources) == 1:
+            shipments.append(Shipment(portion=portion, region=portion.region, source=portion.sources[0]))
+        else:
+            shipments += ledgers[portion.owners, portion.need.receiver].ship(portion, slice_nbytes)
     return tuple(shipments)
 
 
@@ -121,8 +123,6 @@ class _Ledger:
         self._given = [0] * len(quotas)
 
     def ship(self, portion: Portion, slice_nbytes: int) -> list[Shipment]:
-        if len(portion.sources) == 1:
-            return [Shipment(portion=portion, region=portion.region, source=portion.sources[0])]
         self._seen += portion.nbytes
         due = [ratio * self._seen - given for ratio, given in zip(self._ratios, self._given, strict=True)]
         num_units = max(1, portion.nbytes // slice_nbytes)

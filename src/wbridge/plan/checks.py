@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from wbridge.config import Config
 from wbridge.errors import InternalError
@@ -11,6 +10,9 @@ from wbridge.ids import WorkerId
 from wbridge.layout.dtype import itemsize
 from wbridge.plan.demand import Demand
 from wbridge.plan.types import Group, Plan, Transfer
+
+_Elements = dict[WorkerId, dict[tuple[str, str], int]]
+"""Elements by receiver and (parameter, tensor)."""
 
 
 def check(plan: Plan, demand: Demand, config: Config) -> None:
@@ -20,26 +22,26 @@ def check(plan: Plan, demand: Demand, config: Config) -> None:
         InternalError: the plan breaks its contract; the message names the receiver and the numbers.
     """
     next_index: dict[WorkerId, int] = {}
-    delivered: dict[tuple[WorkerId, str, str], int] = {}
+    delivered: _Elements = {}
     for group in plan.groups:
         _require(group.index == next_index.get(group.receiver, 0), group, "is out of order")
         next_index[group.receiver] = group.index + 1
         _require(group.nbytes <= config.slot_nbytes, group, f"exceeds slot_nbytes = {config.slot_nbytes}")
         _check_pieces(group)
-        for transfer in _transfers(group):
-            key = (group.receiver, transfer.target_parameter, transfer.tensor)
-            delivered[key] = delivered.get(key, 0) + math.prod(transfer.extents)
-    needed: dict[tuple[WorkerId, str, str], int] = {}
+        own = delivered.setdefault(group.receiver, {})
+        for piece in group.pieces:
+            for transfer in piece.transfers:
+                pair = (transfer.target_parameter, transfer.tensor)
+                own[pair] = own.get(pair, 0) + math.prod(transfer.extents)
+    needed: _Elements = {}
     for need in demand.needs:
-        num_elements = need.region.num_elements * math.prod(extent for extent, _ in need.repeats)
-        key = (need.receiver, need.parameter, need.tensor)
-        needed[key] = needed.get(key, 0) + num_elements
-    for key in needed.keys() | delivered.keys():
-        if needed.get(key) != delivered.get(key):
-            raise InternalError(
-                f"plan {plan.fingerprint[:12]} delivers {delivered.get(key, 0)} elements of {key[2]!r} to"
-                f" {key[1]!r} of {key[0]}, which needs {needed.get(key, 0)}; please report it"
-            )
+        own, pair = needed.setdefault(need.receiver, {}), (need.parameter, need.tensor)
+        repeats = math.prod(extent for extent, _ in need.repeats)
+        own[pair] = own.get(pair, 0) + need.region.num_elements * repeats
+    if delivered != needed:
+        raise InternalError(
+            f"plan {plan.fingerprint[:12]} {_difference(delivered, needed)}; please report it"
+        )
 
 
 def _check_pieces(group: Group) -> None:
@@ -60,11 +62,23 @@ def _check_pieces(group: Group) -> None:
 
 def wire_elements(transfer: Transfer) -> int:
     """Return the elements that travel: replicating loops do not count."""
-    return math.prod(n for n, s in zip(transfer.extents, transfer.wire.strides, strict=True) if s)
+    strides = transfer.wire.strides
+    if 0 not in strides:
+        return math.prod(transfer.extents)
+    return math.prod(n for n, s in zip(transfer.extents, strides, strict=True) if s)
 
 
-def _transfers(group: Group) -> Iterator[Transfer]:
-    return (transfer for piece in group.pieces for transfer in piece.transfers)
+def _difference(delivered: _Elements, needed: _Elements) -> str:
+    for receiver in sorted(delivered.keys() | needed.keys()):
+        got, wanted = delivered.get(receiver, {}), needed.get(receiver, {})
+        for parameter, tensor in sorted(got.keys() | wanted.keys()):
+            pair = (parameter, tensor)
+            if got.get(pair) != wanted.get(pair):
+                return (
+                    f"delivers {got.get(pair, 0)} elements of {tensor!r} to {parameter!r} of {receiver},"
+                    f" which needs {wanted.get(pair, 0)}"
+                )
+    return "delivers what is needed"
 
 
 def _require(condition: object, group: Group, problem: str) -> None:

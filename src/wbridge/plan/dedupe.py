@@ -39,7 +39,7 @@ def find_portions(demand: Demand, geometry: Geometry) -> tuple[Portion, ...]:
     Raises:
         CoverageError: trainers hold a needed tensor only in part.
     """
-    sources: dict[str, dict[tuple[int, ...], dict[WorkerId, Source]]] = {}
+    sources: dict[str, _Sources] = {}
     portions: list[Portion] = []
     for need in demand.needs:
         known = sources.setdefault(need.tensor, {})
@@ -47,34 +47,38 @@ def find_portions(demand: Demand, geometry: Geometry) -> tuple[Portion, ...]:
     return tuple(portions)
 
 
-def _portions(
-    need: Need, supply: Supply, geometry: Geometry, known: dict[tuple[int, ...], dict[WorkerId, Source]]
-) -> Iterator[Portion]:
+_Sources = dict[tuple[int, ...], tuple[tuple[WorkerId, ...], tuple[Source, ...]]]
+"""Owners and their sources, by the holders of a cell."""
+
+
+def _portions(need: Need, supply: Supply, geometry: Geometry, known: _Sources) -> Iterator[Portion]:
     cells = geometry.cells(need.region, supply.regions)
     dtype = wire_dtype(supply.dtype, need.dtype)
     element_nbytes = itemsize(dtype)
     for cell in cells:
         if not cell.holders:
             raise CoverageError(_partly_held(need, supply, [cell for cell in cells if not cell.holders]))
-        if (sources := known.get(cell.holders)) is None:
-            sources = known[cell.holders] = _sources(supply, cell.holders)
+        if cell.holders not in known:
+            known[cell.holders] = _sources(supply, cell.holders)
+        owners, sources = known[cell.holders]
         yield Portion(
             need=need,
             region=cell.region,
             wire_dtype=dtype,
             nbytes=cell.region.num_elements * element_nbytes,
-            owners=tuple(sources),
-            sources=tuple(sources.values()),
+            owners=owners,
+            sources=sources,
         )
 
 
-def _sources(supply: Supply, holders: tuple[int, ...]) -> dict[WorkerId, Source]:
-    """Return one source for each worker, in their order; aliases inside a worker are dropped."""
+def _sources(supply: Supply, holders: tuple[int, ...]) -> tuple[tuple[WorkerId, ...], tuple[Source, ...]]:
+    """Return one source for each worker, in the workers' order; aliases inside a worker are dropped."""
     chosen: dict[WorkerId, Source] = {}
     for index in holders:
         for holding in supply.holdings[index]:
             chosen.setdefault(holding.worker, Source(holding=holding, region=supply.regions[index]))
-    return {worker: chosen[worker] for worker in sorted(chosen)}
+    owners = tuple(sorted(chosen))
+    return owners, tuple(chosen[worker] for worker in owners)
 
 
 def _partly_held(need: Need, supply: Supply, missing: Sequence[Cell]) -> str:

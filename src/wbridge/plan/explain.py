@@ -37,15 +37,21 @@ class Cast(msgspec.Struct, frozen=True):
 
 
 class SlotMemory(msgspec.Struct, frozen=True):
-    """Slots of one worker: a ring for a rollout, gather slots and snapshots for a trainer."""
+    """What one worker keeps for slots: a ring for a rollout, gather slots and snapshots for a trainer.
+
+    Which of the two stagings applies follows from the mode.
+    """
 
     worker: str
     num_groups: int
-    num_slots: int
     slot_nbytes: int
     """The largest group that passes through a slot."""
-    snapshot_nbytes: int
-    nbytes: int
+    direct_slots: int
+    direct_nbytes: int
+    """Device memory with direct staging."""
+    pinned_slots: int
+    pinned_nbytes: int
+    """Host memory with pinned staging: a ring, or the trainer's snapshots."""
 
 
 class LowerBound(msgspec.Struct, frozen=True):
@@ -119,9 +125,9 @@ class Explanation(msgspec.Struct, frozen=True):
             lines.append(f"cast     {cast.source} -> {cast.target} as {cast.wire}: {_size(cast.nbytes)}")
         for use in self.memory:
             lines.append(
-                f"memory   {use.worker:<32} {_size(use.nbytes):>12}: {use.num_slots} slots of"
-                f" {_size(use.slot_nbytes)} for {use.num_groups} groups,"
-                f" snapshots {_size(use.snapshot_nbytes)}"
+                f"memory   {use.worker:<32} {use.num_groups} groups of up to {_size(use.slot_nbytes)}:"
+                f" direct {_size(use.direct_nbytes)} in {use.direct_slots} slots,"
+                f" pinned {_size(use.pinned_nbytes)} in {use.pinned_slots}"
             )
         return "\n".join(lines)
 
@@ -196,28 +202,30 @@ class _Traffic:
 def _memory(
     worker: WorkerId, plan: Plan, source_map: SourceMap, demand: Demand, config: Config
 ) -> SlotMemory:
-    snapshot_nbytes = 0
     if worker.role == "rollout":
         groups = plan.groups_into(worker)
         slot_nbytes = max((group.nbytes for group in groups), default=0)
-        num_slots = ring_slots(config, len(groups), config.mode.receiver_staging)
+        direct_slots = ring_slots(config, len(groups), "direct")
+        pinned_slots = ring_slots(config, len(groups), "pinned")
+        pinned_nbytes = pinned_slots * slot_nbytes
     else:
         groups = plan.groups_from(worker)
         slot_nbytes = max((p.nbytes for g in groups for p in g.pieces if p.writer == worker), default=0)
-        num_slots = min(config.local_slots, len(groups))
-        if config.mode.sender_staging == "pinned":
-            snapshot_nbytes = config.snapshot_versions * sum(
-                mapped.region.num_elements * itemsize(source_map.parameters[mapped.parameter].dtype)
-                for mapped in source_map.mapped
-                if mapped.tensor in demand.supplies
-            )
+        direct_slots = min(config.local_slots, len(groups))
+        pinned_slots = config.snapshot_versions
+        pinned_nbytes = pinned_slots * sum(
+            mapped.region.num_elements * itemsize(source_map.parameters[mapped.parameter].dtype)
+            for mapped in source_map.mapped
+            if mapped.tensor in demand.supplies
+        )
     return SlotMemory(
         worker=str(worker),
         num_groups=len(groups),
-        num_slots=num_slots,
         slot_nbytes=slot_nbytes,
-        snapshot_nbytes=snapshot_nbytes,
-        nbytes=num_slots * slot_nbytes + snapshot_nbytes,
+        direct_slots=direct_slots,
+        direct_nbytes=direct_slots * slot_nbytes,
+        pinned_slots=pinned_slots,
+        pinned_nbytes=pinned_nbytes,
     )
 
 

@@ -127,11 +127,11 @@ def _pack(units: Iterable[Sequence[_Item]], capacity: int) -> Iterator[dict[Work
     """Fill slots in order; a unit that does not fit into the rest of a slot opens the next one."""
     filling = _Filling()
     for unit in units:
-        if filling.nbytes and len(unit) > 1 and filling.nbytes_with(unit) > capacity:
+        if filling.nbytes and len(unit) > 1 and filling.nbytes_with_all(unit) > capacity:
             yield filling.packed
             filling = _Filling()
         for item in unit:
-            if filling.nbytes and filling.nbytes_with((item,)) > capacity:
+            if filling.nbytes and filling.nbytes_with(item) > capacity:
                 yield filling.packed
                 filling = _Filling()
             filling.add(item)
@@ -148,19 +148,23 @@ class _Filling:
         self._sizes: dict[WorkerId, int] = {}
 
     def add(self, item: _Item) -> None:
-        size = self._sizes.get(item.writer, 0)
-        self.packed.setdefault(item.writer, []).append(item)
+        size = self._sizes.get(item.writer)
+        if size is None:
+            size, self.packed[item.writer] = 0, []
+        self.packed[item.writer].append(item)
         self._sizes[item.writer] = size + item.nbytes
         self.nbytes += _aligned(size + item.nbytes) - _aligned(size)
 
-    def nbytes_with(self, unit: Sequence[_Item]) -> int:
-        grown: dict[WorkerId, int] = {}
-        nbytes = self.nbytes
-        for item in unit:
-            size = grown.get(item.writer, self._sizes.get(item.writer, 0))
-            grown[item.writer] = size + item.nbytes
-            nbytes += _aligned(size + item.nbytes) - _aligned(size)
-        return nbytes
+    def nbytes_with(self, item: _Item) -> int:
+        size = self._sizes.get(item.writer, 0)
+        return self.nbytes + _aligned(size + item.nbytes) - _aligned(size)
+
+    def nbytes_with_all(self, items: Sequence[_Item]) -> int:
+        added: dict[WorkerId, int] = {}
+        for item in items:
+            added[item.writer] = added.get(item.writer, 0) + item.nbytes
+        sizes = ((self._sizes.get(writer, 0), nbytes) for writer, nbytes in added.items())
+        return self.nbytes + sum(_aligned(size + nbytes) - _aligned(size) for size, nbytes in sizes)
 
 
 def _aligned(nbytes: int) -> int:

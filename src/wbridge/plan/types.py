@@ -9,7 +9,7 @@ from wbridge.ids import WorkerId
 from wbridge.layout.region import Strided
 
 
-class Transfer(msgspec.Struct, frozen=True, gc=False):
+class Transfer(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One strided block of a checkpoint tensor on its way from a source to a target parameter.
 
     All three views share the loops `extents`. `wire` counts wire elements from `slot_offset` (bytes

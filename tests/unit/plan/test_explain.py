@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 
 from tests.unit.plan.world import MapBuilder, one_host, plan_of, rollout, rows, single, trainer
-from wbridge.config import Config, Mode
+from wbridge.config import Config
 from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan.build import build_plan
@@ -63,20 +63,16 @@ def test_what_one_trainer_holds_alone_is_part_of_the_bound() -> None:
     assert explained(maps, one_host(maps)).bound.sole_holder_nbytes == 1024 + 512
 
 
-def test_slot_memory_follows_the_mode() -> None:
+def test_slot_memory_in_both_stagings() -> None:
     maps = sharded()
-    rings = {
-        mode: {use.worker: use for use in explained(maps, one_host(maps), mode=mode, slot_nbytes=64).memory}
-        for mode in Mode
-    }
-    receiver, sender = "rollout/engine0[0]", "trainer/train[0]"
-    assert rings[Mode.SYNC][receiver].num_groups == 8
-    assert rings[Mode.SYNC][receiver].num_slots == 4
-    assert rings[Mode.ASYNC][receiver].num_slots == 8
-    assert rings[Mode.ASYNC][receiver].nbytes == 512
-    assert rings[Mode.SYNC][sender].snapshot_nbytes == 0
-    assert rings[Mode.ASYNC][sender].snapshot_nbytes == 2 * 512
-    assert rings[Mode.SYNC][sender].num_slots == 2
+    told = explained(maps, one_host(maps), slot_nbytes=64)
+    uses = {use.worker: use for use in told.memory}
+    ring, sender = uses["rollout/engine0[0]"], uses["trainer/train[0]"]
+    assert (ring.num_groups, ring.slot_nbytes) == (8, 64)
+    assert (ring.direct_slots, ring.direct_nbytes) == (4, 256)
+    assert (ring.pinned_slots, ring.pinned_nbytes) == (8, 512)
+    assert (sender.num_groups, sender.direct_slots, sender.direct_nbytes) == (16, 2, 128)
+    assert (sender.pinned_slots, sender.pinned_nbytes) == (2, 2 * 512)
 
 
 def test_unused_tensors_are_counted() -> None:
