@@ -20,7 +20,7 @@ from wbridge.errors import ConfigError, EndpointClosed, PeerLost, ProtocolError,
 
 HANDSHAKE_S = 10.0
 """A peer that has not authenticated itself after this time is cut off."""
-_LINGER_S = 1.0
+LINGER_S = 1.0
 """How long a rejected peer may take to read why."""
 
 _BROKEN = (anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead, ssl.SSLError, OSError)
@@ -105,7 +105,7 @@ class Connection:
         """
         missing = error.missing if isinstance(error, errors.BarrierTimeout) else ()
         try:
-            with anyio.move_on_after(_LINGER_S):
+            with anyio.move_on_after(LINGER_S):
                 await self.send(Rejected(type(error).__name__, str(error), missing))
                 while True:  # closing with unread input would reset the connection before it is read
                     await self._stream.receive()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import anyio
-import anyio.abc
 
-from wbridge.control.connection import Connection
+from wbridge.control.connection import LINGER_S, Connection
 from wbridge.control.messages import Heartbeat, Message
-from wbridge.errors import EndpointClosed, PeerLost
+from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, WBridgeError
 
 MISSED_RENEWALS = 3
 """After this many heartbeats that did not come, a peer counts as lost."""
@@ -18,47 +15,48 @@ MAX_POSTED = 4096
 
 
 class LeasedConnection:
-    """Both ends of a member's connection, between a handshake and the loss of the peer.
+    """Either end of a connection that lasts: from the handshake to the loss of the peer.
 
-    The owner runs `run` in its task group; it takes over `connection` and closes it at the end.
+    It takes over `connection` and closes it. The owner runs `run` in its task group and calls `receive`
+    from one task until that raises; any task of the loop may post.
     """
 
     def __init__(self, connection: Connection, heartbeat_s: float) -> None:
         self._connection = connection
         self._heartbeat_s = heartbeat_s
         self._posts, self._outbox = anyio.create_memory_object_stream[Message](MAX_POSTED)
+        self._scope = anyio.CancelScope()
+        self._aborted = ""
+        self._over = anyio.Event()
 
     @property
     def remote(self) -> str:
         return self._connection.remote
 
     def post(self, message: Message) -> None:
-        """Queue one message; it is sent after those posted before it. Never waits.
+        """Queue one message; it is sent after those posted before it. Never waits, never raises.
 
-        Raises:
-            PeerLost: the peer does not read, or is gone.
-            EndpointClosed: this side has closed the connection.
+        A peer that is gone, or does not read and so lets too many pile up, is reported by `receive`.
         """
         try:
             self._posts.send_nowait(message)
-        except anyio.WouldBlock as exc:
-            raise PeerLost(f"{self.remote} does not read: {MAX_POSTED} messages wait for it") from exc
-        except anyio.BrokenResourceError as exc:
-            raise PeerLost(f"{self.remote} is gone") from exc
-        except anyio.ClosedResourceError as exc:
-            raise EndpointClosed(f"the connection to {self.remote} is closed") from exc
+        except anyio.WouldBlock:
+            self.abort(f"it does not read: {MAX_POSTED} messages wait for it")
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # `receive` tells the owner
 
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Send what is posted until `finish`, the peer's loss or cancellation; then close the connection.
+    async def run(self) -> None:
+        """Send what is posted until `finish`, `abort`, the peer's loss or cancellation; then close.
 
         Does not raise the loss: `receive` does, in the task that can act on it.
         """
-        task_status.started()
         try:
-            with self._outbox:
+            with self._scope, self._outbox:
                 await self._send_all()
+                with anyio.move_on_after(LINGER_S):  # closing with unread input would cut off what we sent
+                    await self._over.wait()
         except (PeerLost, EndpointClosed):
-            pass  # closing the connection makes `receive` raise
+            pass
         finally:
             await self._connection.aclose()
 
@@ -76,34 +74,37 @@ class LeasedConnection:
         """Return the next message that is no heartbeat. Cancelled: nothing is lost.
 
         Raises:
-            PeerLost: the peer is gone, or silent for three heartbeats.
+            PeerLost: the peer is gone, silent for three heartbeats, or was given up by `abort`.
             ProtocolError: what it sent is no message.
             EndpointClosed: this side has closed the connection.
             WBridgeError: the class and text with which the peer rejected this side.
         """
         lease_s = MISSED_RENEWALS * self._heartbeat_s
-        while True:
-            message: Message | None = None
-            with anyio.move_on_after(lease_s):
-                message = await self._connection.receive()
-            if message is None:
-                raise PeerLost(f"{self.remote} was silent for {lease_s:g} s, {MISSED_RENEWALS} heartbeats")
-            if not isinstance(message, Heartbeat):
-                return message
+        try:
+            while True:
+                message: Message | None = None
+                with anyio.move_on_after(lease_s):
+                    message = await self._connection.receive()
+                if message is None:
+                    raise PeerLost(
+                        f"{self.remote} was silent for {lease_s:g} s, {MISSED_RENEWALS} heartbeats"
+                    )
+                if not isinstance(message, Heartbeat):
+                    return message
+        except ProtocolError:
+            raise  # the peer is still there and can be told
+        except WBridgeError as exc:
+            self._over.set()
+            if self._aborted:
+                raise PeerLost(f"{self.remote} is given up: {self._aborted}") from exc
+            raise
 
     def finish(self) -> None:
-        """Send what was posted, then close. Idempotent; nothing can be posted afterwards."""
+        """Send what was posted, let the peer leave for a second, then close. Nothing is sent afterwards."""
         self._posts.close()
 
-    async def aclose(self) -> None:
-        """Close at once; what was posted and not sent is dropped. Idempotent."""
+    def abort(self, reason: str) -> None:
+        """Close at once and drop what was not sent; `receive` raises `PeerLost` with this reason."""
+        self._aborted = self._aborted or reason
         self._posts.close()
-        await self._connection.aclose()
-
-    async def __aenter__(self) -> LeasedConnection:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
+        self._scope.cancel()

@@ -190,16 +190,17 @@ FlowMessage: TypeAlias = (
     | flow.Waiting
     | flow.WithdrawCall
     | flow.AbortTicket
-    | flow.SourceFree
     | flow.Announced
     | flow.CallAborted
     | flow.TooLate
     | flow.Serve
     | flow.TicketAborted
+    | flow.Overdue
     | flow.Retired
     | flow.EngineOutcome
     | flow.Offer
     | flow.OfferRefused
+    | flow.WithdrawOffer
     | flow.Landed
     | flow.Finished
     | flow.Credit

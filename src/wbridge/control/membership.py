@@ -1,0 +1,154 @@
+"""Who is there: identities, groups, completeness. Decides nothing about time and sends nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from wbridge.control.lease import LeasedConnection
+from wbridge.control.messages import Hello, MemberStatus
+from wbridge.errors import ConfigError
+from wbridge.ids import WorkerId
+from wbridge.layout.source_map import SourceMap
+
+MAX_NAMED = 32
+"""An error names at most this many missing workers of one group, and counts the others."""
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """What a member contributes to a plan, and since when it waits for one (loop time)."""
+
+    source_map: SourceMap
+    transport_address: bytes
+    lockstep_address: str
+    since_s: float
+
+
+class Member:
+    """One connected worker. A worker that reconnects is another member."""
+
+    def __init__(self, hello: Hello, lease: LeasedConnection) -> None:
+        self.hello = hello
+        self.lease = lease
+        self.joined: Joined | None = None
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.hello.worker
+
+    def __str__(self) -> str:
+        return f"{self.worker} at {self.lease.remote} (host {self.hello.host!r})"
+
+
+class Membership:
+    """All members, by identity and by group."""
+
+    def __init__(self) -> None:
+        self._members: dict[WorkerId, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(tuple(self._members.values()))
+
+    def __contains__(self, member: object) -> bool:
+        return isinstance(member, Member) and self._members.get(member.worker) is member
+
+    def admit(self, member: Member) -> Member | None:
+        """Add a member; return the one it replaces: an older connection of the same process.
+
+        Raises:
+            ConfigError: the identity is taken by another process, or contradicts that of another member.
+        """
+        worker = member.worker
+        holder = self._members.get(worker)
+        if holder is not None and holder.hello.process_token != member.hello.process_token:
+            raise ConfigError(
+                f"{worker} is claimed twice: by {holder} and by {member};"
+                " give every process its own group and mesh coordinate"
+            )
+        for other in self._members.values():
+            _check_together(member, other)
+        self._members[worker] = member
+        return holder
+
+    def remove(self, member: Member) -> bool:
+        """Remove a member. False: it was not one any more."""
+        if member not in self:
+            return False
+        del self._members[member.worker]
+        return True
+
+    def trainers(self) -> tuple[Member, ...] | None:
+        """The trainer group in rank order, if it is complete and all have joined."""
+        for (role, _), members in self._groups().items():
+            if role == "trainer" and _complete(members):
+                return members
+        return None
+
+    def engines(self) -> dict[str, tuple[Member, ...]]:
+        """The complete engines by name, each in rank order."""
+        return {
+            group: members
+            for (role, group), members in sorted(self._groups().items())
+            if role == "rollout" and _complete(members)
+        }
+
+    def missing(self, num_engines: int) -> tuple[str, ...]:
+        """Name whom an epoch with at least `num_engines` engines waits for."""
+        groups = self._groups()
+        names: list[str] = []
+        if not any(role == "trainer" for role, _ in groups):
+            names.append("trainer group (nobody has connected)")
+        lacking = num_engines - len(self.engines())
+        for (role, group), members in sorted(groups.items(), reverse=True):
+            if not _complete(members) and (role == "trainer" or lacking > 0):
+                names.extend(_missing_in(role, group, members))
+        unseen = num_engines - sum(role == "rollout" for role, _ in groups)
+        if unseen > 0:
+            names.append(f"{unseen} of {num_engines} engines (nobody has connected)")
+        return tuple(names)
+
+    def status(self) -> tuple[MemberStatus, ...]:
+        return tuple(
+            MemberStatus(m.worker, m.lease.remote, m.hello.host, m.joined is not None)
+            for _, m in sorted(self._members.items())
+        )
+
+    def _groups(self) -> dict[tuple[str, str], tuple[Member, ...]]:
+        groups: dict[tuple[str, str], list[Member]] = {}
+        for _, member in sorted(self._members.items()):
+            groups.setdefault((member.worker.role, member.worker.group), []).append(member)
+        return {key: tuple(members) for key, members in groups.items()}
+
+
+def _complete(members: tuple[Member, ...]) -> bool:
+    return len(members) == members[0].worker.group_size and all(m.joined is not None for m in members)
+
+
+def _check_together(member: Member, other: Member) -> None:
+    a, b = member.worker, other.worker
+    if a.role == b.role == "trainer" and a.group != b.group:
+        raise ConfigError(
+            f"a job has one trainer group, but {member} names {a.group!r} and {other} names {b.group!r};"
+            " use one name, or another rendezvous for another job"
+        )
+    if (a.role, a.group) == (b.role, b.group) and a.mesh_shape != b.mesh_shape:
+        raise ConfigError(
+            f"{a.role} group {a.group!r} has two meshes: {a.mesh_shape} says {member}, {b.mesh_shape} says"
+            f" {other}; give each engine its own name and each worker of it the same mesh"
+        )
+
+
+def _missing_in(role: str, group: str, members: tuple[Member, ...]) -> Iterator[str]:
+    shape = members[0].worker.mesh_shape
+    present = {m.worker.coordinate: m for m in members}
+    absent = (c for c in itertools.product(*map(range, shape)) if c not in present)
+    for coordinate in itertools.islice(absent, MAX_NAMED):
+        yield f"{role}/{group}[{','.join(map(str, coordinate))}]"
+    num_absent = members[0].worker.group_size - len(members)
+    if num_absent > MAX_NAMED:
+        yield f"{num_absent - MAX_NAMED} more of {role}/{group}"
+    for member in members:
+        if member.joined is None:
+            yield f"{member.worker} (connected, has not described its weights yet)"
