@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import TracebackType
+
 import anyio
+import anyio.abc
 
 from wbridge.control.connection import LINGER_S, Connection
 from wbridge.control.messages import Heartbeat, Message
@@ -17,8 +20,8 @@ MAX_POSTED = 4096
 class LeasedConnection:
     """Either end of a connection that lasts: from the handshake to the loss of the peer.
 
-    It takes over `connection` and closes it. The owner runs `run` in its task group and calls `receive`
-    from one task until that raises; any task of the loop may post.
+    It takes over `connection`; `run`, which the owner starts in its task group, closes it. The owner calls
+    `receive` from one task until that raises; any task of the loop may post. Leaving the context aborts.
     """
 
     def __init__(self, connection: Connection, heartbeat_s: float) -> None:
@@ -45,11 +48,12 @@ class LeasedConnection:
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # `receive` tells the owner
 
-    async def run(self) -> None:
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Send what is posted until `finish`, `abort`, the peer's loss or cancellation; then close.
 
         Does not raise the loss: `receive` does, in the task that can act on it.
         """
+        task_status.started()
         try:
             with self._scope, self._outbox:
                 await self._send_all()
@@ -108,3 +112,11 @@ class LeasedConnection:
         self._aborted = self._aborted or reason
         self._posts.close()
         self._scope.cancel()
+
+    async def __aenter__(self) -> LeasedConnection:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort("this side has left")
