@@ -20,6 +20,10 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __in
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self._names = {storage_key(tensor): name for name, tensor in live.items()}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operator imports torch._dynamo: a second and 70 MB
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

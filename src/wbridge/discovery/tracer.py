@@ -104,6 +104,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         """Return whether anything was recorded for the storage of `tensor`."""
         return (storage_key(tensor), tensor.dtype) in self._contents
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operator imports torch._dynamo: a second and 70 MB
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
