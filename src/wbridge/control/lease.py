@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from types import TracebackType
 
 import anyio
@@ -27,7 +28,9 @@ class LeasedConnection:
     def __init__(self, connection: Connection, heartbeat_s: float) -> None:
         self._connection = connection
         self._heartbeat_s = heartbeat_s
-        self._posts, self._outbox = anyio.create_memory_object_stream[Message](MAX_POSTED)
+        self._outbox: collections.deque[Message] = collections.deque()
+        self._posted = anyio.Event()
+        self._finished = False
         self._scope = anyio.CancelScope()
         self._aborted = ""
         self._over = anyio.Event()
@@ -41,12 +44,13 @@ class LeasedConnection:
 
         A peer that is gone, or does not read and so lets too many pile up, is reported by `receive`.
         """
-        try:
-            self._posts.send_nowait(message)
-        except anyio.WouldBlock:
+        if self._finished:
+            return  # `receive` tells the owner
+        if len(self._outbox) >= MAX_POSTED:
             self.abort(f"it does not read: {MAX_POSTED} messages wait for it")
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # `receive` tells the owner
+            return
+        self._outbox.append(message)
+        self._posted.set()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Send what is posted until `finish`, `abort`, the peer's loss or cancellation; then close.
@@ -55,24 +59,26 @@ class LeasedConnection:
         """
         task_status.started()
         try:
-            with self._scope, self._outbox:
+            with self._scope:
                 await self._send_all()
                 with anyio.move_on_after(LINGER_S):  # closing with unread input would cut off what we sent
                     await self._over.wait()
         except (PeerLost, EndpointClosed):
             pass
         finally:
+            self._finished = True
             await self._connection.aclose()
 
     async def _send_all(self) -> None:
-        while True:
-            message: Message = Heartbeat()
-            with anyio.move_on_after(self._heartbeat_s):
-                try:
-                    message = await self._outbox.receive()
-                except anyio.EndOfStream:
-                    return
-            await self._connection.send(message)
+        while self._outbox or not self._finished:
+            if self._outbox:
+                await self._connection.send(self._outbox.popleft())
+                continue
+            with anyio.move_on_after(self._heartbeat_s) as idle:
+                self._posted = anyio.Event()
+                await self._posted.wait()
+            if idle.cancelled_caught:
+                await self._connection.send(Heartbeat())
 
     async def receive(self) -> Message:
         """Return the next message that is no heartbeat. Cancelled: nothing is lost.
@@ -103,14 +109,23 @@ class LeasedConnection:
                 raise PeerLost(f"{self.remote} is given up: {self._aborted}") from exc
             raise
 
+    async def wait_lost(self) -> None:
+        """Ignore what still arrives, until the peer is gone."""
+        try:
+            while True:
+                await self.receive()
+        except WBridgeError:
+            self._over.set()
+
     def finish(self) -> None:
         """Send what was posted, let the peer leave for a second, then close. Nothing is sent afterwards."""
-        self._posts.close()
+        self._finished = True
+        self._posted.set()
 
     def abort(self, reason: str) -> None:
         """Close at once and drop what was not sent; `receive` raises `PeerLost` with this reason."""
         self._aborted = self._aborted or reason
-        self._posts.close()
+        self._finished = True
         self._scope.cancel()
 
     async def __aenter__(self) -> LeasedConnection:

@@ -54,8 +54,8 @@ class Membership:
     def __contains__(self, member: object) -> bool:
         return isinstance(member, Member) and self._members.get(member.worker) is member
 
-    def admit(self, member: Member) -> Member | None:
-        """Add a member; return the one it replaces: an older connection of the same process.
+    def check(self, member: Member) -> Member | None:
+        """Check a newcomer's identity; return the member it replaces: an older connection of its process.
 
         Raises:
             ConfigError: the identity is taken by another process, or contradicts that of another member.
@@ -69,8 +69,11 @@ class Membership:
             )
         for other in self._members.values():
             _check_together(member, other)
-        self._members[worker] = member
         return holder
+
+    def add(self, member: Member) -> None:
+        """Add a member that passed `check`."""
+        self._members[member.worker] = member
 
     def remove(self, member: Member) -> bool:
         """Remove a member. False: it was not one any more."""
@@ -95,14 +98,13 @@ class Membership:
         }
 
     def missing(self, num_engines: int) -> tuple[str, ...]:
-        """Name whom an epoch with at least `num_engines` engines waits for."""
+        """Name who is missing for an epoch with `num_engines` engines, and in any incomplete group."""
         groups = self._groups()
         names: list[str] = []
         if not any(role == "trainer" for role, _ in groups):
             names.append("trainer group (nobody has connected)")
-        lacking = num_engines - len(self.engines())
         for (role, group), members in sorted(groups.items(), reverse=True):
-            if not _complete(members) and (role == "trainer" or lacking > 0):
+            if not _complete(members):
                 names.extend(_missing_in(role, group, members))
         unseen = num_engines - sum(role == "rollout" for role, _ in groups)
         if unseen > 0:

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import anyio
+import pytest
+
+from wbridge.control import lease as lease_module
+from wbridge.control.connection import Connection, connect_tcp, serve_tcp
+from wbridge.control.lease import LeasedConnection
+from wbridge.control.messages import Bye, EpochReady, Heartbeat, Join, Rejected
+from wbridge.errors import ConfigError, EndpointClosed, PeerLost
+from wbridge.ids import Epoch
+
+pytestmark = pytest.mark.anyio
+IDLE_S = 1000.0
+"""A heartbeat that never matters in a test."""
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[Connection, Connection]]:
+    """Both ends of one connection; the test owns them."""
+    handed, ends = anyio.create_memory_object_stream[Connection](1)
+
+    async def hand_over(peer: Connection) -> None:
+        await handed.send(peer)
+        await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks, handed, ends:
+        address = await tasks.start(partial(serve_tcp, hand_over, secret=b""))
+        async with await connect_tcp(address, secret=b"") as near:
+            yield near, await ends.receive()
+        tasks.cancel_scope.cancel()
+
+
+async def test_posts_arrive_in_order_and_finish_sends_them_all() -> None:
+    async with pair() as (near, far), anyio.create_task_group() as tasks:
+        lease = LeasedConnection(near, IDLE_S)
+        tasks.start_soon(lease.run)
+        messages = [EpochReady(Epoch(1, n)) for n in range(50)]
+        for message in messages:
+            lease.post(message)
+        lease.finish()
+        lease.post(Bye())
+
+        assert [await far.receive() for _ in messages] == messages
+        await far.aclose()
+        with pytest.raises(PeerLost):
+            await lease.receive()
+
+
+async def test_an_idle_side_renews_the_lease_and_heartbeats_are_invisible() -> None:
+    async with pair() as (near, far), anyio.create_task_group() as tasks:
+        lease = LeasedConnection(near, 0.01)
+        tasks.start_soon(lease.run)
+        assert [await far.receive() for _ in range(2)] == [Heartbeat(), Heartbeat()]
+
+        await far.send(Heartbeat())
+        await far.send(Bye())
+        assert await lease.receive() == Bye()
+        lease.abort("over")
+
+
+async def test_a_silent_peer_is_lost_after_three_heartbeats() -> None:
+    async with pair() as (near, _), anyio.create_task_group() as tasks:
+        lease = LeasedConnection(near, 0.01)
+        tasks.start_soon(lease.run)
+        with pytest.raises(PeerLost, match=r"silent for 0\.03 s, 3 heartbeats"):
+            await lease.receive()
+        lease.finish()
+
+
+async def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Posting never waits, so a stuck peer holds up nobody and costs a bounded queue."""
+    monkeypatch.setattr(lease_module, "MAX_POSTED", 3)
+    async with pair() as (near, _), anyio.create_task_group() as tasks:
+        lease = LeasedConnection(near, IDLE_S)
+        tasks.start_soon(lease.run)
+        for _ in range(8):
+            lease.post(Join(b"m" * 2**23, b""))
+        with pytest.raises(PeerLost, match="does not read: 3 messages"):
+            await lease.receive()
+
+
+async def test_a_rejection_is_raised_to_the_owner() -> None:
+    async with pair() as (near, far), anyio.create_task_group() as tasks:
+        lease = LeasedConnection(near, IDLE_S)
+        tasks.start_soon(lease.run)
+        await far.send(Rejected("ConfigError", "two values"))
+        with pytest.raises(ConfigError, match="two values"):
+            await lease.receive()
+        lease.finish()
+
+
+async def test_leaving_the_context_closes_the_connection() -> None:
+    async with pair() as (near, far), anyio.create_task_group() as tasks:
+        async with LeasedConnection(near, IDLE_S) as lease:
+            await tasks.start(lease.run)
+        with pytest.raises(PeerLost):
+            await far.receive()
+        with pytest.raises((PeerLost, EndpointClosed)):
+            await lease.receive()
+
+
+async def test_cancelling_the_owner_closes_the_connection() -> None:
+    async with pair() as (near, far):
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(LeasedConnection(near, IDLE_S).run)
+            tasks.cancel_scope.cancel()
+        with pytest.raises(PeerLost):
+            await far.receive()
