@@ -43,7 +43,8 @@ KIMI_K2 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "n_routed_experts": 384,
     "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
     "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
-    "routed_scaling_factor": 2.827, "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "bos_token_id": 1, "eos_token_id": 2,
+    "routed_scaling_factor": 2.827, "norm_topk_prob": True,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 CASES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "kimi-k2": KIMI_K2}
 TOY = "toy-moe-10m"

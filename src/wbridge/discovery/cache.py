@@ -80,7 +80,7 @@ def digest_of(
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in (
-        {"format": _FORMAT, "torch": torch.__version__, "wbridge": _version_of("wbridge")},
+        {"format": _FORMAT, "torch": str(torch.__version__), "wbridge": _version_of("wbridge")},
         _loader_identity(load_weights),
         {name: repr(value) for name, value in settings.items()},
         dict(checkpoint),

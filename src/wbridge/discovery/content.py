@@ -90,20 +90,20 @@ class Content:
         if self._whole is not None:
             yield Piece(self._whole, Region(view.extents, view.place, target))
             return
+        yield of_origin(CONSTANT, view.extents, target)
+        yield from self.written(view, target)
+
+    def written(self, view: View, target: Strided) -> Iterator[Piece]:
+        """Yield the pieces inside `view` only, placed at `target`: nothing for what was never written."""
         wanted = Region(view.extents, view.place, target)
-        yield constant(view.extents, target)
         low, high = bounds(view.extents, view.place)
         for piece in self.pieces():
             first, last = bounds(piece.region.extents, piece.region.target)
-            if first > high or last < low or isinstance(piece.origin, Constant):
+            if first > high or last < low:
                 continue
             held = Region(piece.region.extents, piece.region.target, piece.region.source)
             for o in intersect(held, wanted):
                 yield Piece(piece.origin, Region(o.extents, o.left, o.right))
-
-
-def constant(extents: tuple[int, ...], target: Strided) -> Piece:
-    return of_origin(CONSTANT, extents, target)
 
 
 def of_origin(origin: Origin, extents: tuple[int, ...], target: Strided) -> Piece:

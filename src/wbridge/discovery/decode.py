@@ -22,15 +22,39 @@ def decode(source: torch.Tensor, target: torch.Tensor) -> list[Region]:
 
     Both are 1-d int64 tensors of the same length. Regular orders give few regions.
     """
+    inner: list[_Nest] = []
+    while (loop := _innermost_loop(source, target)) is not None:
+        inner.insert(0, loop)
+        source, target = source[:: loop.extents[0]], target[:: loop.extents[0]]
     nests = _runs(source, target)
-    while True:
-        merged = _merge(nests)
-        if len(merged) == len(nests):
-            return [
-                Region(n.extents, Strided(n.source, n.source_strides), Strided(n.target, n.target_strides))
-                for n in nests
-            ]
+    while len(merged := _merge(nests)) < len(nests):
         nests = merged
+    return [_region((nest, *inner)) for nest in nests]
+
+
+def _innermost_loop(source: torch.Tensor, target: torch.Tensor) -> _Nest | None:
+    """Return the loop that the first run begins, if all pairs come in runs like it."""
+    if source.numel() < 2:
+        return None
+    steps = torch.stack((source.diff(), target.diff()))
+    breaks = (steps != steps[:, :1]).any(0).nonzero()
+    count = int(breaks[0]) + 1 if breaks.numel() else source.numel()
+    if source.numel() % count or bool((steps[:, 0] < 0).any()):
+        return None
+    for values, step in ((source, steps[0, 0]), (target, steps[1, 0])):
+        rows = values.view(-1, count)
+        if not torch.equal(rows - rows[:, :1], (torch.arange(count) * step).expand_as(rows)):
+            return None
+    return _Nest((count,), (int(steps[0, 0]),), (int(steps[1, 0]),), 0, 0)
+
+
+def _region(nests: tuple[_Nest, ...]) -> Region:
+    """Nest these one inside the other."""
+    return Region(
+        tuple(n for nest in nests for n in nest.extents),
+        Strided(sum(nest.source for nest in nests), tuple(s for nest in nests for s in nest.source_strides)),
+        Strided(sum(nest.target for nest in nests), tuple(s for nest in nests for s in nest.target_strides)),
+    )
 
 
 def _runs(source: torch.Tensor, target: torch.Tensor) -> list[_Nest]:

@@ -93,12 +93,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         if content is None:
             return []
         place = place_of(tensor)
-        is_alone = len(self._live[storage_key(tensor)]) == 1 and tensor.numel() == num_stored(tensor)
-        if is_alone:
+        num_bytes = tensor.untyped_storage().nbytes()
+        if num_bytes == tensor.numel() * tensor.itemsize == num_stored(tensor) * tensor.itemsize:
             return [Piece(p.origin, _shifted(p.region, -place.offset)) for p in content.pieces()]
-        scratch = Content()
-        scratch.write(content.read(View(tuple(tensor.shape), place), Strided(0, place.strides)))
-        return scratch.pieces()
+        return list(content.written(View(tuple(tensor.shape), place), Strided(0, place.strides)))
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Return whether anything was recorded for the storage of `tensor`."""

@@ -1,0 +1,106 @@
+"""Verify replays the map against one real load on shadows, and names what differs."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from tests.models.replay import Weights, bits, from_dict, traced
+from wbridge.discovery.verify import verify
+from wbridge.errors import LayoutError
+from wbridge.layout.region import Region, Strided
+from wbridge.layout.source_map import Mapped
+
+WEIGHTS = {f"layers.{i}.{n}": torch.zeros(4, 6, dtype=torch.bfloat16) for i in range(4) for n in ("q", "k", "o")}
+
+
+class Model:
+    """Four layers with a fused and a plain parameter; counts how often real data arrives."""
+
+    def __init__(self) -> None:
+        self.parameters = {f"{i}.qk": torch.full((8, 6), 9.0) for i in range(4)}
+        self.parameters |= {f"{i}.o": torch.full((6, 4), 9.0) for i in range(4)}
+        self.real: list[str] = []
+
+    def load(self, t: Weights) -> None:
+        self.real += [name for name, tensor in t.items() if type(tensor) is torch.Tensor]
+        for i in range(4):
+            self.parameters[f"{i}.qk"][:4] = t[f"layers.{i}.q"]
+            self.parameters[f"{i}.qk"][4:] = t[f"layers.{i}.k"]
+            self.parameters[f"{i}.o"][:] = t[f"layers.{i}.o"].t()
+
+
+def test_sample_has_every_class_and_leaves_live_values_alone() -> None:
+    model = Model()
+    source_map = traced(WEIGHTS, model.parameters, model.load).source_map
+    model.real.clear()
+    count = verify(source_map=source_map, parameters=model.parameters, load_weights=from_dict(model.load))
+    assert count == 3
+    assert model.real == ["layers.0.q", "layers.0.k", "layers.0.o"]
+    assert all(bool((tensor == 9).all()) for tensor in model.parameters.values())
+
+
+def test_full_uses_all_tensors_and_leaves_live_values_alone() -> None:
+    model = Model()
+    source_map = traced(WEIGHTS, model.parameters, model.load).source_map
+    model.real.clear()
+    verify(
+        source_map=source_map, parameters=model.parameters, load_weights=from_dict(model.load), amount="full"
+    )
+    assert len(model.real) == 12
+    assert all(bool((tensor == 9).all()) for tensor in model.parameters.values())
+
+
+def test_wrong_map_is_refused_with_parameter_and_index() -> None:
+    w = {"p": torch.zeros(6, 6)}
+    load = lambda t: w["p"].copy_(t["x"])
+    right = traced({"x": torch.zeros(6, 6)}, w, load).source_map
+    (m,) = right.mapped
+    wrong = Mapped("p", "x", Region((6, 6), Strided(0, (1, 6)), m.region.target))
+    with pytest.raises(LayoutError, match=r"wrong for parameter 'p': element \(0, 1\) should hold .* of checkpoint tensor 'x'"):
+        verify(
+            source_map=msgspec.structs.replace(right, mapped=(wrong,)),
+            parameters=w,
+            load_weights=from_dict(load),
+        )
+    assert not w["p"].any()
+
+
+def test_loader_that_mixes_sampled_tensors_with_others_is_replayed_in_full() -> None:
+    weights = {f"{i}.w": torch.zeros(2, 3) for i in range(5)}
+    w = {f"{i}.p": torch.zeros(2, 3) for i in range(5)}
+    real: list[int] = []
+
+    def load(t: Weights) -> None:
+        stacked = torch.stack([t[f"{i}.w"] for i in range(5)])
+        real.append(sum(type(tensor) is torch.Tensor for tensor in t.values()))
+        for i in range(5):
+            w[f"{i}.p"].copy_(stacked[i])
+
+    source_map = traced(weights, w, load).source_map
+    assert verify(source_map=source_map, parameters=w, load_weights=from_dict(load)) == 5
+    assert real == [0, 1, 5]
+
+
+def test_every_dtype_is_compared_bit_for_bit() -> None:
+    dtypes = (torch.float64, torch.float16, torch.float8_e5m2, torch.int64, torch.uint8, torch.bool, torch.complex64)
+    weights = {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in dtypes} | {"s": torch.zeros(())}
+    w = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    load = lambda t: [w[name].copy_(t[name]) for name in w]
+    source_map = traced(weights, w, load).source_map
+    assert verify(source_map=source_map, parameters=w, load_weights=from_dict(load), amount="full") == 8
+
+
+def test_opaque_targets_are_not_compared_and_meta_parameters_skipped() -> None:
+    w = {"p": torch.ones(2), "q": torch.ones(2)}
+
+    def load(t: Weights) -> None:
+        w["p"].copy_(t["x"] * 2)
+        w["q"].copy_(t["x"])
+
+    source_map = traced({"x": torch.zeros(2)}, w, load).source_map
+    assert verify(source_map=source_map, parameters=w, load_weights=from_dict(load)) == 1
+    assert torch.equal(bits(w["p"]), bits(torch.ones(2)))
+    meta = {name: tensor.to("meta") for name, tensor in w.items()}
+    assert verify(source_map=source_map, parameters=meta, load_weights=from_dict(load)) == 0
