@@ -50,12 +50,6 @@ class AbortTicket(_Message):
     reason: str
 
 
-class SourceFree(_Message):
-    """A rank's own puts from the source of `ticket` are flushed; it will not read it for this ticket again."""
-
-    ticket: int
-
-
 # Coordinator -> trainer ranks (and leaders) --------------------------------------------------------
 
 
@@ -68,21 +62,27 @@ class Announced(_Message):
 
 
 class CallAborted(_Message):
-    """This call number is burnt. The reason names the rank that cancelled, if one did."""
+    """This call number is burnt: `UpdateAborted`, or `ProtocolError` where the ranks contradict each other.
+    The reason names the ranks. Sent to each rank that has begun the call, and to one that begins it later."""
 
     call: int
     reason: str
+    protocol_error: bool = False
 
 
 class TooLate(_Message):
-    """Answer to `WithdrawCall`: already announced as `ticket`; pinned staging only stops waiting."""
+    """Answer to `WithdrawCall`: already announced as `ticket`; the send only stops waiting."""
 
     call: int
     ticket: int
 
 
 class Serve(_Message):
-    """One serving set of `ticket`: to all ranks and all workers of `engines`. Only these are written."""
+    """One serving set of `ticket`: to all ranks and, through their leaders, to all workers of `engines`.
+
+    Only these are written. A rank may get several for one ticket, each with other engines; those that
+    missed earlier tickets come first. It answers the engine's outstanding offer.
+    """
 
     ticket: int
     version: int
@@ -91,10 +91,25 @@ class Serve(_Message):
 
 
 class TicketAborted(_Message):
-    """Void this ticket's grants, for all engines or only the named ones. To ranks and granted workers."""
+    """Void the grants of this ticket to `engines`. To all ranks, and to the leaders of these engines.
+
+    A leader passes it to its workers, unless it has already sent a commit that can still complete: the
+    engine decides as one. With `everywhere` the ticket itself has ended: a send that still waits for it
+    raises `UpdateAborted`.
+    """
 
     ticket: int
     engines: tuple[str, ...]
+    reason: str
+    everywhere: bool = False
+
+
+class Overdue(_Message):
+    """`update_timeout_s` has passed: `missing` were dropped for this ticket; a waiting send raises
+    `BarrierTimeout`. To all ranks."""
+
+    ticket: int
+    missing: tuple[str, ...]
     reason: str
 
 
@@ -105,7 +120,11 @@ class Retired(_Message):
 
 
 class EngineOutcome(_Message):
-    """What became of `ticket` on `engine`; `final` is False for a landing that is not committed yet."""
+    """What became of `ticket` on `engine`. To all ranks; exactly one is final for each engine of a ticket.
+
+    Not final are `landed` (not committed yet) and `missed` (was not there when the ticket was first
+    served; nobody waits for it, but until the ticket closes it can still be served).
+    """
 
     ticket: int
     engine: str
@@ -130,7 +149,7 @@ class OfferRefused(_Message):
 
 
 class Landed(_Message):
-    """All bytes of `ticket` are in this engine's slots (leader -> coordinator), or in this worker's
+    """All bytes of `ticket` have arrived at this engine (leader -> coordinator), or at this worker
     (worker -> leader)."""
 
     ticket: int
@@ -142,6 +161,12 @@ class Finished(_Message):
     ticket: int
     outcome: Literal["applied", "aborted", "tainted"]
     detail: str = ""
+
+
+class WithdrawOffer(_Message):
+    """The leader takes this offer back: answered by `OfferRefused`, unless a `Serve` is already on its way."""
+
+    offer: int
 
 
 # Receiver <-> writer, on the data path -------------------------------------------------------------
@@ -178,7 +203,7 @@ class Stopped(_Message):
 
 
 class Vacant(_Message):
-    """Worker -> leader: the ring can take a whole version; `grants` counts grants that ended here."""
+    """Worker -> leader: all slots of the ring are free; `grants` counts the grants that have ended here."""
 
     grants: int
 
@@ -215,9 +240,10 @@ class Refuse(_Message):
 
 
 class WithdrawHold(_Message):
-    """A parked poll was cancelled; it stays parked until the answer."""
+    """A parked poll was cancelled or has waited too long; it stays parked until the answer."""
 
     hold: int
+    reason: str
 
 
 class Commit(_Message):
@@ -242,7 +268,8 @@ class Done(_Message):
 
 
 class Release(_Message):
-    """The hold ends without a commit."""
+    """The hold ends without a commit. `protocol_error`: the polls of this engine can not be lined up."""
 
     hold: int
     reason: str
+    protocol_error: bool = False
