@@ -23,7 +23,8 @@ def itemsize(dtype: str) -> int:
     try:
         return ITEMSIZE[dtype]
     except KeyError:
-        raise LayoutError(f"dtype {dtype!r} is not supported; use one of {', '.join(sorted(ITEMSIZE))}") from None
+        known = ", ".join(sorted(ITEMSIZE))
+        raise LayoutError(f"dtype {dtype!r} is not supported; use one of {known}") from None
 
 
 def wire_dtype(source: str, target: str) -> str:

@@ -56,3 +56,13 @@ class Overlap(msgspec.Struct, frozen=True):
     def num_wire_elements(self) -> int:
         """Distinct checkpoint elements: what travels."""
         return math.prod(n for n, s in zip(self.extents, self.source.strides, strict=True) if s or n == 1)
+
+    @property
+    def left_region(self) -> Region:
+        """These elements as the left side holds them."""
+        return Region(self.extents, self.source, self.left)
+
+    @property
+    def right_region(self) -> Region:
+        """These elements as the right side holds them."""
+        return Region(self.extents, self.source, self.right)
