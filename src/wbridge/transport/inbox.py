@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import anyio
 from anyio.abc import ObjectReceiveStream
 
 from wbridge.device.wakeup import Wakeup
-from wbridge.errors import PeerLost, ProtocolError
+from wbridge.errors import PeerLost
 from wbridge.transport.base import Message
 
 CAPACITY: Final = 256
-MAX_MESSAGE_NBYTES: Final = 64 * 1024
-
-
-def check_message(payload: bytes, peer: str) -> None:
-    if len(payload) > MAX_MESSAGE_NBYTES:
-        raise ProtocolError(
-            f"message of {len(payload)} bytes to {peer}: the limit is {MAX_MESSAGE_NBYTES}; use put for bulk"
-        )
 
 
 class Inbox(ObjectReceiveStream[Message]):
@@ -34,7 +27,7 @@ class Inbox(ObjectReceiveStream[Message]):
         self._owner = owner
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._messages: deque[Message] = deque()
+        self._messages: deque[tuple[Message, Callable[[], None] | None]] = deque()
         self._num_reserved = 0
         self._senders: deque[_Turn] = deque()
         self._reader: Wakeup | None = None
@@ -49,13 +42,16 @@ class Inbox(ObjectReceiveStream[Message]):
         while True:
             with self._lock:
                 if self._messages:
-                    message = self._messages.popleft()
+                    message, on_taken = self._messages.popleft()
                     self._admit()
-                    return message
+                    break
                 if self._closed:
                     raise anyio.EndOfStream
                 reader = self._reader = Wakeup()
             await reader.wait()
+        if on_taken is not None:
+            on_taken()
+        return message
 
     async def deliver(self, message: Message) -> None:
         """Append `message` once there is room. Cancelled: the message is not delivered.
@@ -84,6 +80,13 @@ class Inbox(ObjectReceiveStream[Message]):
             self._check_open()
             self._append(message)
 
+    def post(self, message: Message, on_taken: Callable[[], None]) -> None:
+        """Append at once, for a transport that bounds its senders itself; `on_taken` when it is read."""
+        with self._lock:
+            if not self._closed:
+                self._messages.append((message, on_taken))
+                self._wake_reader()
+
     def close(self) -> None:
         """Refuse further messages and end `receive` once the unread ones are taken. Idempotent."""
         with self._lock:
@@ -96,7 +99,7 @@ class Inbox(ObjectReceiveStream[Message]):
         self.close()
 
     def _append(self, message: Message) -> None:
-        self._messages.append(message)
+        self._messages.append((message, None))
         self._wake_reader()
 
     def _wake_reader(self) -> None:

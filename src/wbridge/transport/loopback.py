@@ -17,7 +17,8 @@ from wbridge.errors import EndpointClosed, PeerLost
 from wbridge.transport.base import Message, RemoteSlot
 from wbridge.transport.counters import Counters
 from wbridge.transport.exposures import Exposures
-from wbridge.transport.inbox import Inbox, check_message
+from wbridge.transport.inbox import Inbox
+from wbridge.transport.limits import check_message, check_put
 from wbridge.transport.operations import Operations
 
 _INLINE_NBYTES: Final = 256 * 1024
@@ -155,6 +156,7 @@ class LoopbackEndpoint:
 
         Cancelled while bytes are copied: waits for the end of the copy, which needs no peer.
         """
+        check_put(source, remote, notify, self._peer)
         self._check_target()
         with self._operations.run():
             memory = self._target.exposures.begin(remote.token, source.nbytes)

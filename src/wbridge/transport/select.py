@@ -1,0 +1,158 @@
+"""Transports: one transport over several, which takes the nearest way to each peer."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Final, Literal, Self, TypeAlias
+
+import msgspec
+
+from wbridge.config import Config
+from wbridge.errors import ConfigError, NativeUnavailable, ProtocolError
+from wbridge.transport.base import Endpoint, RemoteSlot
+from wbridge.transport.counters import Counters
+from wbridge.transport.exposures import Exposures
+from wbridge.transport.host import host_identity
+from wbridge.transport.inbox import Inbox
+from wbridge.transport.loopback import LoopbackTransport
+from wbridge.transport.ucxx import UcxxTransport
+
+LinkClass: TypeAlias = Literal["process", "host", "network"]
+LINK_CLASSES: Final[tuple[LinkClass, ...]] = ("process", "host", "network")
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """Where a worker can be reached; `ucxx` is empty if only from inside its process."""
+
+    process: str
+    host: str
+    loopback: bytes
+    ucxx: bytes
+
+
+def open_transports(config: Config, process_token: str, *, name: str) -> Transports:
+    """Choose by `config.transport`; to be entered as an async context manager.
+
+    `process_token` is equal for adapters of one process, and only for them. `name` is the worker's:
+    the peer of the messages that it sends.
+    """
+    return Transports(config, process_token, name=name)
+
+
+class Transports:
+    """Loopback to peers of this process, ucxx to all others, with one inbox and one set of exposed slots.
+
+    Raises on entering:
+        NativeUnavailable: `config.transport` asks for ucxx, which is not installed.
+    """
+
+    def __init__(self, config: Config, process_token: str, *, name: str) -> None:
+        self._config = config
+        self._process = process_token
+        self._name = name
+        self._host = host_identity(config.host)
+        self._inbox = Inbox(name)
+        self._exposures = Exposures()
+        self._counters: dict[LinkClass, Counters] = {link: Counters() for link in LINK_CLASSES}
+        self._loopback = LoopbackTransport(name, inbox=self._inbox, exposures=self._exposures)
+        self._ucxx: UcxxTransport | None = None
+        if config.transport != "loopback" and (config.transport == "ucxx" or _has_ucxx()):
+            self._ucxx = UcxxTransport(
+                name,
+                host=self._host,
+                inbox=self._inbox,
+                exposures=self._exposures,
+                close_timeout_s=config.close_timeout_s,
+            )
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opening:
+            await opening.enter_async_context(self._loopback)
+            if self._ucxx is not None:
+                await opening.enter_async_context(self._ucxx)
+            self._stack = opening.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def address(self) -> bytes:
+        ucxx = b"" if self._ucxx is None else self._ucxx.address
+        return msgspec.msgpack.encode(_Address(self._process, self._host, self._loopback.address, ucxx))
+
+    @property
+    def inbox(self) -> Inbox:
+        return self._inbox
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The sums over all links."""
+        links = self.counters_by_link.values()
+        return {key: sum(link[key] for link in links) for key in Counters().as_dict()}
+
+    @property
+    def counters_by_link(self) -> Mapping[LinkClass, dict[str, int]]:
+        return {link: counters.as_dict() for link, counters in self._counters.items()}
+
+    def link_to(self, address: bytes) -> LinkClass:
+        """Return what lies between this worker and the one at `address`."""
+        remote = _decode(address, "a peer")
+        if remote.process == self._process:
+            return "process"
+        return "host" if remote.host == self._host else "network"
+
+    async def connect(self, address: bytes, peer: str) -> Endpoint:
+        """See `Transport.connect`.
+
+        Raises:
+            ConfigError: loopback is forced, and the peer is another process.
+            NativeUnavailable: the peer is another process, and one of the two has no ucxx.
+        """
+        remote, link = _decode(address, peer), self.link_to(address)
+        counters = self._counters[link]
+        if link == "process" and self._config.transport != "ucxx":
+            return await self._loopback.connect(remote.loopback, peer, counters)
+        if self._config.transport == "loopback":
+            raise ConfigError(
+                f"{self._name}: {peer} is another process, which transport='loopback' does not reach; "
+                "set transport='auto' or 'ucxx' on both"
+            )
+        if self._ucxx is None or not remote.ucxx:
+            lacking = self._name if self._ucxx is None else peer
+            raise NativeUnavailable(
+                f"{self._name} and {peer} are different processes and {lacking} has no ucxx: there, "
+                "`pip install wbridge[cu12]` (or [cu13]) and do not set transport='loopback'"
+            )
+        return await self._ucxx.connect(remote.ucxx, peer, counters)
+
+    def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
+        return self._loopback.expose(memory, peer)
+
+    async def withdraw(self, remote: RemoteSlot) -> bool:
+        return await self._exposures.withdraw(remote)
+
+    async def aclose(self) -> None:
+        """Close all endpoints and the inbox. Idempotent."""
+        await self._stack.aclose()
+
+
+def _has_ucxx() -> bool:
+    return importlib.util.find_spec("ucxx") is not None
+
+
+def _decode(address: bytes, peer: str) -> _Address:
+    try:
+        return msgspec.msgpack.decode(address, type=_Address)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"the transport address of {peer} is not of this version: {exc}") from exc

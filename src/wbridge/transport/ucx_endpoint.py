@@ -1,0 +1,182 @@
+"""UcxxEndpoint: the sending side of one ucxx connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+
+from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
+from wbridge.transport.base import RemoteSlot
+from wbridge.transport.counters import Counters
+from wbridge.transport.limits import check_message, check_put
+from wbridge.transport.operations import Operations
+from wbridge.transport.ucx_frames import (
+    Begin,
+    Bye,
+    Drop,
+    End,
+    Flush,
+    Flushed,
+    Frame,
+    Gone,
+    Hello,
+    Small,
+    Taken,
+    Text,
+    Welcome,
+    data_tag,
+)
+from wbridge.transport.ucx_worker import Route, Transfer, UcxWorker
+
+SMALL_NBYTES: Final = 4096
+"""Puts up to this travel in one frame with their notification."""
+
+
+class UcxxEndpoint:
+    """Sends frames without waiting, and waits for room at the receiver before each message."""
+
+    def __init__(
+        self,
+        *,
+        connection: int,
+        peer: str,
+        worker: UcxWorker,
+        route: Route,
+        send: Callable[[Frame], None],
+        counters: Counters,
+        close_timeout_s: float,
+        forget: Callable[[], None],
+    ) -> None:
+        self.connection = connection
+        self._peer = peer
+        self._worker = worker
+        self._route = route
+        self._send = send
+        self._counters = counters
+        self._close_timeout_s = close_timeout_s
+        self._forget = forget
+        self._operations = Operations()
+        self._order = anyio.Lock(fast_acquire=True)
+        self._room = anyio.Semaphore(0, fast_acquire=True)
+        self._transfers: set[Transfer] = set()
+        self._flushes: dict[int, anyio.Event] = {}
+        self._num_flushes = 0
+        self._answered = anyio.Event()
+        self._lost = False
+        self._closed = False
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def open(self, hello: Hello) -> None:
+        """Return when the peer has accepted. Cancelled: the caller forgets the endpoint.
+
+        Raises:
+            PeerLost: it ended first.
+        """
+        self._send(hello)
+        await self._answered.wait()
+        if self._lost:
+            raise self._lost_error()
+
+    async def put(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:
+        """See `Endpoint.put`. A put into a withdrawn slot writes nothing and notifies nobody."""
+        check_put(source, remote, notify, self._peer)
+        with self._operations.run():
+            if source.nbytes <= SMALL_NBYTES:
+                async with self._order:
+                    await self._room.acquire()
+                    self._send(Small(self.connection, remote.token, bytes(source), notify))
+            else:
+                await self._put_large(source, remote, notify)
+            self._counters.add_put(source.nbytes)
+
+    async def send(self, payload: bytes) -> None:
+        """See `Endpoint.send`. Cancelled: the message is not sent."""
+        check_message(payload, self._peer)
+        with self._operations.run():
+            async with self._order:
+                await self._room.acquire()
+                self._send(Text(self.connection, payload))
+            self._counters.add_message()
+
+    async def flush(self) -> None:
+        """See `Endpoint.flush`. Returns at once if the peer is gone."""
+        for transfer in list(self._transfers):
+            await transfer.stopped.wait()
+        if self._lost:
+            return
+        self._num_flushes += 1
+        number = self._num_flushes
+        answered = self._flushes[number] = anyio.Event()
+        try:
+            self._send(Flush(self.connection, number))
+            await answered.wait()
+        finally:
+            del self._flushes[number]
+
+    async def aclose(self) -> None:
+        """End running calls and flush within the time allowed for closing. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._operations.end(self._closed_error)
+        if not self._lost:
+            with anyio.move_on_after(self._close_timeout_s, shield=True):
+                await self.flush()
+            self._send(Bye(self.connection))
+        self._forget()
+
+    def on_frame(self, frame: Frame) -> None:
+        match frame:
+            case Welcome():
+                self._give_room(frame.window)
+                self._answered.set()
+            case Taken():
+                self._give_room(frame.count)
+            case Flushed():
+                if (answered := self._flushes.get(frame.number)) is not None:
+                    answered.set()
+            case Gone():
+                self.lose()
+            case _:
+                raise ProtocolError(f"{self._peer} sent {type(frame).__name__} to a sender")
+
+    def lose(self) -> None:
+        """The peer is gone: running and later calls raise `PeerLost`, and nothing is waited for."""
+        self._lost = True
+        self._operations.end(self._lost_error)
+        self._answered.set()
+        for answered in self._flushes.values():
+            answered.set()
+        for transfer in self._transfers:
+            transfer.forsake()
+
+    async def _put_large(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:
+        self._send(Begin(self.connection, remote.token, source.nbytes))
+        transfer = self._worker.send(self._route, source, data_tag(remote.token), self._transfers.discard)
+        if not transfer.stopped.is_set():
+            self._transfers.add(transfer)
+        try:
+            await transfer.stopped.wait()
+            transfer.raise_if_failed(self._peer)
+            async with self._order:
+                await self._room.acquire()
+                self._send(End(self.connection, remote.token, notify))
+        except BaseException:
+            if not self._lost:
+                self._send(Drop(self.connection, remote.token))
+            raise
+
+    def _give_room(self, count: int) -> None:
+        for _ in range(count):
+            self._room.release()
+
+    def _lost_error(self) -> PeerLost:
+        return PeerLost(f"{self._peer} is gone; reconnect, or go on without it")
+
+    def _closed_error(self) -> EndpointClosed:
+        return EndpointClosed(f"the endpoint to {self._peer} is closed; connect again")

@@ -1,0 +1,182 @@
+"""Incoming: the receiving side of one ucxx connection."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from wbridge.errors import ProtocolError
+from wbridge.transport.base import Message
+from wbridge.transport.exposures import Exposures
+from wbridge.transport.inbox import Inbox
+from wbridge.transport.ucx_frames import (
+    Begin,
+    Bye,
+    Drop,
+    End,
+    Flush,
+    Flushed,
+    Frame,
+    Gone,
+    Hello,
+    Small,
+    Taken,
+    Text,
+    Welcome,
+    data_tag,
+)
+from wbridge.transport.ucx_worker import Transfer, UcxWorker
+
+WINDOW: Final = 128
+"""Messages that one connection may have unread at the receiver: the bound of its back-pressure."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Incoming:
+    """Puts bytes where they were exposed and messages into the inbox; never waits."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        *,
+        worker: UcxWorker,
+        send: Callable[[Frame], None],
+        inbox: Inbox,
+        exposures: Exposures,
+        forget: Callable[[], None],
+    ) -> None:
+        self.hello = hello
+        self._worker = worker
+        self._send = send
+        self._inbox = inbox
+        self._exposures = exposures
+        self._forget = forget
+        self._puts: dict[bytes, _Landing] = {}
+        self._flushes: list[tuple[int, set[bytes]]] = []
+        self._num_taken = 0
+        self._closed = False
+
+    def welcome(self) -> None:
+        self._send(Welcome(self.hello.connection, WINDOW))
+
+    def on_frame(self, frame: Frame) -> None:
+        match frame:
+            case Text():
+                self._deliver(frame.payload)
+            case Small():
+                self._on_small(frame)
+            case Begin():
+                self._on_begin(frame)
+            case End():
+                if (landing := self._puts.get(frame.token)) is not None:
+                    landing.notify = frame.notify
+                    self._finish_if_complete(frame.token, landing)
+            case Drop():
+                if (landing := self._puts.get(frame.token)) is not None:
+                    landing.dropped = True
+                    self._finish_if_complete(frame.token, landing)
+            case Flush():
+                running = {token for token, landing in self._puts.items() if not landing.stopped}
+                self._flushes.append((frame.number, running))
+                self._answer_flushes()
+            case Bye():  # sent after a flush: nothing is on its way
+                self.lose()
+            case _:
+                raise ProtocolError(f"{self.hello.name} sent {type(frame).__name__} to a receiver")
+
+    def lose(self) -> None:
+        """The sender is gone: once what it has sent is handled, none of its puts is written any more."""
+        self._worker.drive()
+        self._closed = True
+        self._forget()
+        for token, landing in self._puts.items():
+            if not landing.stopped:
+                self._exposures.finish(token)
+        self._puts.clear()
+
+    def close(self) -> None:
+        """Tell the sender that nothing is received any more."""
+        if not self._closed:
+            self._closed = True
+            self._send(Gone(self.hello.connection))
+
+    def _on_small(self, frame: Small) -> None:
+        memory = self._begin(frame.token, len(frame.data))
+        if memory is None:
+            self._take()
+            return
+        memory[:] = frame.data
+        self._exposures.finish(frame.token)
+        self._deliver(frame.notify)
+
+    def _on_begin(self, frame: Begin) -> None:
+        """Receive the bytes, into nowhere if the slot was withdrawn: the sender must not wait for ever.
+
+        The receive is posted here and not when the slot is exposed, because the bindings cannot
+        cancel a posted receive, and then no slot could be taken back.
+        """
+        memory = self._begin(frame.token, frame.nbytes)
+        landing = _Landing(withdrawn=memory is None)
+        self._puts[frame.token] = landing
+        where = memoryview(bytearray(frame.nbytes)) if memory is None else memory
+
+        def stopped(transfer: Transfer) -> None:
+            landing.stopped = True
+            landing.dropped = landing.dropped or transfer.error is not None
+            if not landing.withdrawn:
+                self._exposures.finish(frame.token)
+            self._finish_if_complete(frame.token, landing)
+            self._answer_flushes()
+
+        self._worker.receive(where, data_tag(frame.token), stopped)
+
+    def _begin(self, token: bytes, nbytes: int) -> memoryview | None:
+        try:
+            return self._exposures.begin(token, nbytes)
+        except ProtocolError as exc:
+            _logger.warning("put refused", extra={"peer": self.hello.name, "reason": str(exc)})
+            return None
+
+    def _finish_if_complete(self, token: bytes, landing: _Landing) -> None:
+        if not landing.stopped or (landing.notify is None and not landing.dropped):
+            return
+        self._puts.pop(token, None)
+        if landing.notify is None:
+            return
+        if landing.dropped or landing.withdrawn:
+            self._take()
+        else:
+            self._deliver(landing.notify)
+
+    def _answer_flushes(self) -> None:
+        for number, running in list(self._flushes):
+            running.difference_update([t for t in running if t not in self._puts or self._puts[t].stopped])
+            if not running:
+                self._flushes.remove((number, running))
+                self._reply(Flushed(self.hello.connection, number))
+
+    def _deliver(self, payload: bytes) -> None:
+        self._inbox.post(Message(self.hello.name, payload), self._take)
+
+    def _take(self) -> None:
+        """Give the sender room again, in batches."""
+        self._num_taken += 1
+        if self._num_taken >= WINDOW // 2:
+            count, self._num_taken = self._num_taken, 0
+            self._reply(Taken(self.hello.connection, count))
+
+    def _reply(self, frame: Frame) -> None:
+        if not self._closed:
+            self._send(frame)
+
+
+class _Landing:
+    """A put being received: notified when its bytes are here and `End` is too, in either order."""
+
+    def __init__(self, *, withdrawn: bool) -> None:
+        self.withdrawn = withdrawn
+        self.stopped = False
+        self.dropped = False
+        self.notify: bytes | None = None

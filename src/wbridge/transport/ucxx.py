@@ -1,0 +1,212 @@
+"""UcxxTransport: the transport between processes, on UCX through the Python package alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
+from wbridge.transport.base import RemoteSlot
+from wbridge.transport.counters import Counters
+from wbridge.transport.exposures import Exposures
+from wbridge.transport.host import host_identity, process_token
+from wbridge.transport.inbox import Inbox
+from wbridge.transport.lifeline import Lifeline
+from wbridge.transport.ucx_endpoint import UcxxEndpoint
+from wbridge.transport.ucx_frames import (
+    Flushed,
+    Frame,
+    Gone,
+    Hello,
+    Taken,
+    UcxAddress,
+    Welcome,
+    decode,
+    encode,
+)
+from wbridge.transport.ucx_incoming import Incoming
+from wbridge.transport.ucx_worker import Route, Transfer, UcxWorker
+
+_CLOSE_TIMEOUT_S: Final = 10.0
+
+_logger = logging.getLogger(__name__)
+
+
+class UcxxTransport:
+    """Tagged UCX messages between worker addresses, driven by the loop on which it is opened.
+
+    It is slow next to a native one: each put costs three messages, and its bytes move only while
+    this loop runs. Without UCX error handling, which would rule out shared memory, a dead process
+    of the same host is noticed through its pidfd.
+
+    Raises on entering:
+        NativeUnavailable: ucxx is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        host: str = "",
+        inbox: Inbox | None = None,
+        exposures: Exposures | None = None,
+        close_timeout_s: float = _CLOSE_TIMEOUT_S,
+    ) -> None:
+        self._name = name
+        self._host = host_identity(host)
+        self._inbox = inbox or Inbox(name)
+        self._exposures = exposures or Exposures()
+        self._counters = Counters()
+        self._close_timeout_s = close_timeout_s
+        self._outgoing: dict[int, UcxxEndpoint] = {}
+        self._incoming: dict[int, Incoming] = {}
+        self._worker: UcxWorker | None = None
+
+    async def __aenter__(self) -> Self:
+        self._lifeline = Lifeline()
+        self._worker = UcxWorker(self._on_frame)
+        self._own = UcxAddress(self._worker.address, self._host, process_token())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(self._own)
+
+    @property
+    def inbox(self) -> Inbox:
+        return self._inbox
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self._counters.as_dict()
+
+    async def connect(self, address: bytes, peer: str, counters: Counters | None = None) -> UcxxEndpoint:
+        """Open an endpoint; `counters` replaces the transport's own. Cancelled: leaves none.
+
+        Raises:
+            PeerLost: the peer is gone, or UCX finds no way to it.
+            EndpointClosed: this transport is closed.
+        """
+        worker, remote = self._open_worker(), _decode_address(address, peer)
+        same_host = remote.host == self._host
+        route = worker.open_route(remote.worker, None if same_host else lambda: endpoint.lose())
+        connection = int.from_bytes(os.urandom(7), "little")
+        endpoint = UcxxEndpoint(
+            connection=connection,
+            peer=peer,
+            worker=worker,
+            route=route,
+            send=self._sender(route, lambda: endpoint.lose()),
+            counters=counters or self._counters,
+            close_timeout_s=self._close_timeout_s,
+            forget=lambda: self._forget(endpoint, remote),
+        )
+        self._outgoing[connection] = endpoint
+        try:
+            if same_host:
+                self._lifeline.watch(remote.process, endpoint.lose)
+            await endpoint.open(Hello(connection, self._name, self._own))
+        except BaseException:
+            self._forget(endpoint, remote)
+            raise
+        return endpoint
+
+    def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
+        self._open_worker()
+        return self._exposures.expose(memory)
+
+    async def withdraw(self, remote: RemoteSlot) -> bool:
+        return await self._exposures.withdraw(remote)
+
+    async def aclose(self) -> None:
+        """Close all endpoints, tell the peers, and end within the time allowed for closing. Idempotent."""
+        worker = self._worker
+        if worker is None:
+            return
+        for endpoint in list(self._outgoing.values()):
+            await endpoint.aclose()
+        incoming_ones = list(self._incoming.values())
+        for incoming in incoming_ones:
+            incoming.close()
+        self._inbox.close()
+        self._lifeline.close()
+        self._worker = None
+        worker.close()
+        for incoming in incoming_ones:
+            incoming.lose()
+
+    def _open_worker(self) -> UcxWorker:
+        if self._worker is None:
+            raise EndpointClosed(f"{self._name}: the ucxx transport is closed; open a new one")
+        return self._worker
+
+    def _on_frame(self, data: memoryview) -> None:
+        """Handle one frame; never waits, so that no peer holds up another."""
+        try:
+            frame = decode(data)
+            if isinstance(frame, Hello):
+                self._accept(frame)
+            elif isinstance(frame, Welcome | Taken | Flushed | Gone):
+                if (endpoint := self._outgoing.get(frame.connection)) is not None:
+                    endpoint.on_frame(frame)
+            elif (incoming := self._incoming.get(frame.connection)) is not None:
+                incoming.on_frame(frame)
+        except (ProtocolError, PeerLost) as exc:
+            _logger.warning("frame dropped", extra={"transport": self._name, "reason": str(exc)})
+
+    def _accept(self, hello: Hello) -> None:
+        worker, remote = self._open_worker(), hello.address
+        same_host = remote.host == self._host
+        route = worker.open_route(remote.worker, None if same_host else lambda: incoming.lose())
+        incoming = Incoming(
+            hello,
+            worker=worker,
+            send=self._sender(route, lambda: incoming.lose()),
+            inbox=self._inbox,
+            exposures=self._exposures,
+            forget=lambda: self._drop(incoming),
+        )
+        if same_host:
+            self._lifeline.watch(remote.process, incoming.lose)
+        self._incoming[hello.connection] = incoming
+        incoming.welcome()
+
+    def _sender(self, route: Route, on_failure: Callable[[], None]) -> Callable[[Frame], None]:
+        def sent(transfer: Transfer) -> None:
+            if transfer.error is not None:
+                on_failure()
+
+        def send(frame: Frame) -> None:
+            if self._worker is not None:
+                self._worker.send_frame(route, encode(frame), sent)
+
+        return send
+
+    def _drop(self, incoming: Incoming) -> None:
+        self._incoming.pop(incoming.hello.connection, None)
+        self._lifeline.unwatch(incoming.hello.address.process, incoming.lose)
+
+    def _forget(self, endpoint: UcxxEndpoint, remote: UcxAddress) -> None:
+        self._outgoing.pop(endpoint.connection, None)
+        self._lifeline.unwatch(remote.process, endpoint.lose)
+
+
+def _decode_address(address: bytes, peer: str) -> UcxAddress:
+    try:
+        return msgspec.msgpack.decode(address, type=UcxAddress)
+    except msgspec.MsgspecError as exc:
+        raise ProtocolError(f"the address of {peer} is not one of a ucxx transport: {exc}") from exc
