@@ -28,9 +28,7 @@ def copies(parameters: Weights) -> dict[str, torch.Tensor]:
     result = {}
     for name, p in parameters.items():
         storage = p.untyped_storage()
-        base = storages.setdefault(
-            storage._cdata, torch.empty(0, dtype=torch.uint8).set_(storage.clone())
-        )
+        base = storages.setdefault(storage._cdata, torch.empty(0, dtype=torch.uint8).set_(storage.clone()))
         result[name] = torch.empty(0, dtype=p.dtype).set_(
             base.untyped_storage(), p.storage_offset(), p.shape, p.stride()
         )
@@ -43,7 +41,7 @@ def replay(source_map: SourceMap, weights: Weights, parameters: Weights) -> None
         if m.parameter.startswith(ASSEMBLED):
             continue
         source, target, parameter = m.region.source, m.region.target, parameters[m.parameter].detach()
-        read = weights[m.tensor].reshape(-1).as_strided(m.region.extents, source.strides, source.offset)
+        read = weights[m.tensor].reshape(-1).clone().as_strided(m.region.extents, source.strides, source.offset)
         start = int(parameter.storage_offset()) + target.offset
         parameter.as_strided(m.region.extents, target.strides, start).copy_(read)
 

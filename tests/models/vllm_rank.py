@@ -66,3 +66,10 @@ def vllm_rank(
             yield model.eval()
         finally:
             parallel_state.destroy_model_parallel()  # the groups depend on the architecture
+
+
+def close_vllm() -> None:
+    """End what `vllm_rank` keeps between models."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_distributed_environment()

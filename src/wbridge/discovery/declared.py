@@ -8,9 +8,8 @@ import msgspec
 import torch
 
 from wbridge.discovery.content import bounds
-from wbridge.discovery.specs import parameter_spec
+from wbridge.discovery.specs import parameter_spec, row_major
 from wbridge.errors import LayoutError
-from wbridge.layout.algebra import intersect
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, ParameterSpec, SourceMap, TensorSpec
 
@@ -50,37 +49,6 @@ def declare(
     return _source_map(checkpoint, specs, mapped, atomic)
 
 
-def restrict(
-    *, whole: SourceMap, parameters: Mapping[str, torch.Tensor], shards: Iterable[Shard]
-) -> SourceMap:
-    """Cut the source map of unsharded parameters down to the boxes that this worker holds.
-
-    `tensor` of a shard names a parameter of `whole`. So a loader traced once on meta tensors of
-    the full shapes serves every rank of a sharded model.
-
-    Raises:
-        LayoutError: a name is unknown, a box reaches outside, or the parameter is computed.
-    """
-    specs = {name: parameter_spec(tensor) for name, tensor in parameters.items()}
-    held: dict[str, list[Mapped]] = {}
-    for m in whole.mapped:
-        held.setdefault(m.parameter, []).append(m)
-    computed = {target.parameter: target.operation for target in whole.opaque}
-    mapped = []
-    for shard in shards:
-        if shard.tensor in computed:
-            raise LayoutError(
-                f"parameter {shard.tensor!r} is computed ({computed[shard.tensor]}), so its shards have no "
-                "source; declare the shards of what it is computed from"
-            )
-        box = _box(shard, whole.parameters, specs)
-        for m in held.get(shard.tensor, ()) if box is not None else ():
-            assert box is not None
-            for o in intersect(Region(m.region.extents, m.region.target, m.region.source), box):
-                mapped.append(Mapped(shard.parameter, m.tensor, Region(o.extents, o.left, o.right)))
-    return _source_map(whole.checkpoint, specs, mapped, whole.atomic)
-
-
 def _source_map(
     checkpoint: Mapping[str, TensorSpec],
     specs: Mapping[str, ParameterSpec],
@@ -104,15 +72,8 @@ def _source_map(
 def _whole_box(
     shard: Shard, checkpoint: Mapping[str, TensorSpec], specs: Mapping[str, ParameterSpec]
 ) -> Mapped | None:
-    region = _box(shard, {name: _row_major(spec) for name, spec in checkpoint.items()}, specs)
+    region = _box(shard, {name: row_major(spec) for name, spec in checkpoint.items()}, specs)
     return None if region is None else Mapped(shard.parameter, shard.tensor, region)
-
-
-def _row_major(spec: TensorSpec) -> ParameterSpec:
-    strides = [1] * len(spec.shape)
-    for k in range(len(spec.shape) - 1, 0, -1):
-        strides[k - 1] = strides[k] * max(spec.shape[k], 1)
-    return ParameterSpec(spec.shape, tuple(strides), spec.dtype)
 
 
 def _box(

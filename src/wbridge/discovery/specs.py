@@ -41,3 +41,8 @@ def parameter_spec(tensor: torch.Tensor) -> ParameterSpec:
 def specs_of(state_dict: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     """Describe a whole state dict as a checkpoint; every tensor must have its global shape."""
     return {name: tensor_spec(tensor) for name, tensor in state_dict.items()}
+
+
+def row_major(spec: TensorSpec) -> ParameterSpec:
+    """Describe a contiguous live tensor of the same shape and dtype."""
+    return ParameterSpec(spec.shape, tuple(torch.empty(spec.shape, device="meta").stride()), spec.dtype)

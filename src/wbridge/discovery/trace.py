@@ -9,7 +9,7 @@ import torch
 
 from wbridge.discovery.casts import is_one_cast
 from wbridge.discovery.content import Computed, Constant, FromCheckpoint, Piece
-from wbridge.discovery.specs import dtype_name, parameter_spec
+from wbridge.discovery.specs import dtype_name, parameter_spec, row_major
 from wbridge.discovery.traced import storage_key
 from wbridge.discovery.tracer import Tracer
 from wbridge.errors import LayoutError
@@ -166,11 +166,9 @@ class _Assembly:
 
     def discovered(self, atomic: Iterable[Iterable[str]]) -> Discovered:
         for tensor in dict.fromkeys(t for target in self._opaque for t in target.tensors):
-            spec = self._checkpoint[tensor]
-            strides = torch.empty(spec.shape, device="meta").stride()
-            self._parameters[ASSEMBLED + tensor] = ParameterSpec(spec.shape, tuple(strides), spec.dtype)
+            spec = self._parameters[ASSEMBLED + tensor] = row_major(self._checkpoint[tensor])
             if 0 not in spec.shape:
-                whole = Strided(0, tuple(strides))
+                whole = Strided(0, spec.strides)
                 self._mapped.append(Mapped(ASSEMBLED + tensor, tensor, Region(spec.shape, whole, whole)))
         return Discovered(
             SourceMap(

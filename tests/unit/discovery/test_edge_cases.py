@@ -23,7 +23,10 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def test_unfed_buffer_keeps_its_values() -> None:
     weights, w = {"a": random(64, 32)}, {"a": zeros(64, 32), "inv_freq": torch.arange(16.0)}
-    load = lambda t: w["a"].copy_(t["a"])
+
+    def load(t: Weights) -> object:
+        return w["a"].copy_(t["a"])
+
     source_map = assert_exact(traced(weights, w, load), weights, w, load)
     assert source_map.unfed == (("inv_freq", 16),)
     assert w["inv_freq"].sum() == 120
@@ -31,7 +34,10 @@ def test_unfed_buffer_keeps_its_values() -> None:
 
 def test_padding_with_values_is_not_part_of_the_map() -> None:
     weights, w = {"a": random(60, 32)}, {"a": torch.ones(64, 32, dtype=BF16)}
-    load = lambda t: w["a"][:60].copy_(t["a"])
+
+    def load(t: Weights) -> object:
+        return w["a"][:60].copy_(t["a"])
+
     source_map = assert_exact(traced(weights, w, load), weights, w, load)
     assert source_map.unfed == (("a", 4 * 32),)
     assert w["a"][60:].sum() == 4 * 32
@@ -62,13 +68,19 @@ def test_arithmetic_is_named_with_its_tensor_and_line() -> None:
 def test_cast_is_one_region(source: torch.dtype, target: torch.dtype) -> None:
     weights = {"a": (random(30, 20, dtype=torch.float32) * 50).to(source)}
     w = {"a": zeros(30, 20, dtype=torch.float32).to(target)}
-    load = lambda t: w["a"].copy_(t["a"])
+
+    def load(t: Weights) -> object:
+        return w["a"].copy_(t["a"])
+
     assert len(assert_exact(traced(weights, w, load), weights, w, load).mapped) == 1
 
 
 def test_scalar_has_one_element_and_no_loops() -> None:
     weights, w = {"s": torch.tensor(2.0)}, {"s": torch.zeros(())}
-    load = lambda t: w["s"].copy_(t["s"])
+
+    def load(t: Weights) -> object:
+        return w["s"].copy_(t["s"])
+
     (m,) = assert_exact(traced(weights, w, load), weights, w, load).mapped
     assert m.region.extents == ()
 
@@ -76,7 +88,10 @@ def test_scalar_has_one_element_and_no_loops() -> None:
 def test_parameter_that_is_a_transposed_view() -> None:
     weights = {f"e{i}": random(16, 24) for i in range(4)}
     w = {"w": zeros(4, 24, 16).transpose(1, 2)}
-    load = lambda t: [w["w"][i].copy_(t[f"e{i}"]) for i in range(4)]
+
+    def load(t: Weights) -> object:
+        return [w["w"][i].copy_(t[f"e{i}"]) for i in range(4)]
+
     assert len(assert_exact(traced(weights, w, load), weights, w, load).mapped) == 4
 
 
@@ -104,13 +119,19 @@ def interleave_columns(t: torch.Tensor) -> torch.Tensor:
 )
 def test_regular_layout_is_one_region(shape, target, move) -> None:  # type: ignore[no-untyped-def]  # see params
     weights, w = {"x": random(*shape)}, {"x": zeros(*target)}
-    load = lambda t: w["x"].copy_(move(t["x"]))
+
+    def load(t: Weights) -> object:
+        return w["x"].copy_(move(t["x"]))
+
     assert len(assert_exact(traced(weights, w, load), weights, w, load).mapped) == 1
 
 
 def test_fused_experts_split_over_parameters() -> None:
     weights, w = {"x": random(8, 24, 32)}, {f"x{i}": zeros(24, 32) for i in range(8)}
-    load = lambda t: [w[f"x{i}"].copy_(t["x"][i]) for i in range(8)]
+
+    def load(t: Weights) -> object:
+        return [w[f"x{i}"].copy_(t["x"][i]) for i in range(8)]
+
     assert len(assert_exact(traced(weights, w, load), weights, w, load).mapped) == 8
 
 

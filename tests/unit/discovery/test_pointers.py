@@ -29,7 +29,9 @@ def test_c35_nothing_moved_over_three_updates() -> None:
 def test_c33_replaced_parameter_object_is_named() -> None:
     model, bindings = bound_model()
     model[1].weight = torch.nn.Parameter(model[1].weight.detach())
-    with pytest.raises(LayoutError, match=r"1 of 4 destinations.*'?1\.weight'?: its parameter object was replaced"):
+    with pytest.raises(
+        LayoutError, match=r"1 of 4 destinations.*'?1\.weight'?: its parameter object was replaced"
+    ):
         bindings.check()
 
 
@@ -70,7 +72,9 @@ def test_deleted_parameter_and_changed_dtype_or_strides_are_named() -> None:
     del model[0].bias
     model[0].weight.data = model[0].weight.data.double()
     model[1].weight.data = model[1].weight.data.as_strided((2, 3), (1, 2))
-    with pytest.raises(LayoutError, match=r"dtype.*became.*0\.bias: deleted.*strides \(3, 1\) became \(1, 2\)"):
+    with pytest.raises(
+        LayoutError, match=r"dtype.*became.*0\.bias: deleted.*strides \(3, 1\) became \(1, 2\)"
+    ):
         bindings.check()
 
 

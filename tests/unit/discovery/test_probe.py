@@ -66,7 +66,9 @@ def test_value_dependent_loader_that_a_trace_refuses() -> None:
     assert len(assert_exact(probed(w, load), WEIGHTS, w, load).mapped) == 1
 
 
-@pytest.mark.parametrize("compute", [lambda t: t["x"] + 1, lambda t: t["x"] * 2, lambda t: -t["x"], lambda t: t["x"] + t["y"]])
+@pytest.mark.parametrize(
+    "compute", [lambda t: t["x"] + 1, lambda t: t["x"] * 2, lambda t: -t["x"], lambda t: t["x"] + t["y"]]
+)
 def test_arithmetic_is_refused(compute: Callable[[Weights], torch.Tensor]) -> None:
     w = {"p": torch.zeros(8, 6)}
     with pytest.raises(LayoutError, match=r"'p' does not hold copies.*\(0, 0\).*method='trace'"):
@@ -106,7 +108,7 @@ def test_failures_restore_the_parameters_and_name_the_remedy() -> None:
     def load(t: Weights) -> None:
         w["p"].data.copy_(t["missing"])
 
-    with pytest.raises(LayoutError, match="KeyError.*method='trace'"):
+    with pytest.raises(LayoutError, match=r"KeyError.*method='trace'"):
         probe(checkpoint=specs_of(WEIGHTS), parameters=w, load_weights=from_dict(load))
     assert (w["p"].data_ptr(), w["p"].dtype, w["p"].requires_grad) == (address, torch.float32, True)
     with pytest.raises(LayoutError, match="meta device; only method='trace'"):

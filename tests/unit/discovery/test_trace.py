@@ -63,7 +63,9 @@ def edited_in_place(t: Weights) -> torch.Tensor:
         lambda t: t["x"][:4].repeat_interleave(2, 0),
         lambda t: torch.cat(t["x"].chunk(2)[::-1]),
         lambda t: torch.stack(t["x"].unbind(1), 1),
-        lambda t: torch.cat([p for pair in zip(t["x"].split(2), t["y"].split(2)) for p in pair])[::2],
+        lambda t: torch.cat(
+            [p for pair in zip(t["x"].split(2), t["y"].split(2), strict=False) for p in pair]
+        )[::2],
         lambda t: t["x"].flip(0),
         lambda t: t["x"].roll(3, 0),
         lambda t: t["x"].view(2, 4, 6).permute(1, 0, 2).flatten(0, 1),
@@ -76,7 +78,10 @@ def edited_in_place(t: Weights) -> torch.Tensor:
 )
 def test_moved_elements_are_followed(move: Callable[[Weights], torch.Tensor]) -> None:
     w = {"p": torch.full((8, 6), 0.0)}
-    load = lambda t: w["p"].copy_(move({name: tensor.clone() for name, tensor in t.items()}))
+
+    def load(t: Weights) -> object:
+        return w["p"].copy_(move({name: tensor.clone() for name, tensor in t.items()}))
+
     source_map = assert_exact(traced(weights(), w, load), weights(), w, load)
     assert not source_map.opaque
 
@@ -95,7 +100,10 @@ def test_moved_elements_are_followed(move: Callable[[Weights], torch.Tensor]) ->
 )
 def test_ways_to_write_a_parameter(put: Callable[[torch.Tensor, Weights], object]) -> None:
     w = {"p": torch.nn.Parameter(torch.ones(8, 6), requires_grad=False)}
-    load = lambda t: put(w["p"].data, t)
+
+    def load(t: Weights) -> object:
+        return put(w["p"].data, t)
+
     assert not assert_exact(traced(weights(), w, load), weights(), w, load).opaque
 
 
@@ -133,7 +141,12 @@ def test_arithmetic_makes_the_parameter_opaque(
 
 @pytest.mark.parametrize(
     "change",
-    [lambda p, t: p.add_(t["x"]), lambda p, t: p.mul_(2), lambda p, t: p[2:4].clamp_(0, 1), lambda p, t: p.neg_()],
+    [
+        lambda p, t: p.add_(t["x"]),
+        lambda p, t: p.mul_(2),
+        lambda p, t: p[2:4].clamp_(0, 1),
+        lambda p, t: p.neg_(),
+    ],
 )
 def test_arithmetic_in_place_on_a_parameter(change: Callable[[torch.Tensor, Weights], object]) -> None:
     w = {"p": torch.ones(8, 6)}
@@ -194,7 +207,9 @@ def test_looking_at_values_is_refused_with_the_remedy(look: Callable[[Weights], 
         look(t)
         w["p"].copy_(t["x"])
 
-    with pytest.raises(LayoutError, match=r"values of checkpoint tensor '[xv]'.*test_trace.py:.*method='probe'"):
+    with pytest.raises(
+        LayoutError, match=r"values of checkpoint tensor '[xv]'.*test_trace.py:.*method='probe'"
+    ):
         traced(weights(), w, load)
 
 
@@ -228,7 +243,10 @@ def test_foreign_error_is_translated_with_the_remedy() -> None:
 
 def test_bytes_written_through_another_dtype_are_opaque() -> None:
     w = {"p": torch.zeros(8, 6)}
-    load = lambda t: w["p"].view(torch.int32).copy_(t["x"].view(torch.int32))
+
+    def load(t: Weights) -> object:
+        return w["p"].view(torch.int32).copy_(t["x"].view(torch.int32))
+
     (target,) = traced(weights(), w, load).source_map.opaque
     assert (target.parameter, target.tensors) == ("p", ("x",))
 

@@ -12,7 +12,9 @@ from wbridge.errors import LayoutError
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped
 
-WEIGHTS = {f"layers.{i}.{n}": torch.zeros(4, 6, dtype=torch.bfloat16) for i in range(4) for n in ("q", "k", "o")}
+WEIGHTS = {
+    f"layers.{i}.{n}": torch.zeros(4, 6, dtype=torch.bfloat16) for i in range(4) for n in ("q", "k", "o")
+}
 
 
 class Model:
@@ -54,11 +56,17 @@ def test_full_uses_all_tensors_and_leaves_live_values_alone() -> None:
 
 def test_wrong_map_is_refused_with_parameter_and_index() -> None:
     w = {"p": torch.zeros(6, 6)}
-    load = lambda t: w["p"].copy_(t["x"])
+
+    def load(t: Weights) -> object:
+        return w["p"].copy_(t["x"])
+
     right = traced({"x": torch.zeros(6, 6)}, w, load).source_map
     (m,) = right.mapped
     wrong = Mapped("p", "x", Region((6, 6), Strided(0, (1, 6)), m.region.target))
-    with pytest.raises(LayoutError, match=r"wrong for parameter 'p': element \(0, 1\) should hold .* of checkpoint tensor 'x'"):
+    with pytest.raises(
+        LayoutError,
+        match=r"wrong for parameter 'p': element \(0, 1\) should hold .* of checkpoint tensor 'x'",
+    ):
         verify(
             source_map=msgspec.structs.replace(right, mapped=(wrong,)),
             parameters=w,
@@ -84,10 +92,21 @@ def test_loader_that_mixes_sampled_tensors_with_others_is_replayed_in_full() -> 
 
 
 def test_every_dtype_is_compared_bit_for_bit() -> None:
-    dtypes = (torch.float64, torch.float16, torch.float8_e5m2, torch.int64, torch.uint8, torch.bool, torch.complex64)
+    dtypes = (
+        torch.float64,
+        torch.float16,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    )
     weights = {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in dtypes} | {"s": torch.zeros(())}
     w = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    load = lambda t: [w[name].copy_(t[name]) for name in w]
+
+    def load(t: Weights) -> object:
+        return [w[name].copy_(t[name]) for name in w]
+
     source_map = traced(weights, w, load).source_map
     assert verify(source_map=source_map, parameters=w, load_weights=from_dict(load), amount="full") == 8
 
