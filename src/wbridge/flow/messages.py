@@ -23,7 +23,7 @@ class _Message(msgspec.Struct, frozen=True, tag_field="kind"):
 # Trainer rank -> coordinator ----------------------------------------------------------------------
 
 
-class Report(_Message):
+class Report(_Message, frozen=True):
     """A rank's `call`-th send has its source ready (snapshot taken, or live weights held still)."""
 
     call: int
@@ -31,19 +31,19 @@ class Report(_Message):
     metadata: bytes = b""
 
 
-class Waiting(_Message):
+class Waiting(_Message, frozen=True):
     """A rank has begun `call` and finds no free snapshot."""
 
     call: int
 
 
-class WithdrawCall(_Message):
+class WithdrawCall(_Message, frozen=True):
     """The application cancelled the send with this call number; the number is burnt if not yet announced."""
 
     call: int
 
 
-class AbortTicket(_Message):
+class AbortTicket(_Message, frozen=True):
     """The application aborts an announced ticket everywhere."""
 
     ticket: int
@@ -53,7 +53,7 @@ class AbortTicket(_Message):
 # Coordinator -> trainer ranks (and leaders) --------------------------------------------------------
 
 
-class Announced(_Message):
+class Announced(_Message, frozen=True):
     """All ranks have reported call `call`: it is `ticket`. To all ranks and all engine leaders."""
 
     ticket: int
@@ -61,7 +61,7 @@ class Announced(_Message):
     call: int
 
 
-class CallAborted(_Message):
+class CallAborted(_Message, frozen=True):
     """This call number is burnt: `UpdateAborted`, or `ProtocolError` where the ranks contradict each other.
     The reason names the ranks. Sent to each rank that has begun the call, and to one that begins it later."""
 
@@ -70,14 +70,14 @@ class CallAborted(_Message):
     protocol_error: bool = False
 
 
-class TooLate(_Message):
+class TooLate(_Message, frozen=True):
     """Answer to `WithdrawCall`: already announced as `ticket`; the send only stops waiting."""
 
     call: int
     ticket: int
 
 
-class Serve(_Message):
+class Serve(_Message, frozen=True):
     """One serving set of `ticket`: to all ranks and, through their leaders, to all workers of `engines`.
 
     Only these are written. A rank may get several for one ticket, each with other engines; those that
@@ -90,7 +90,7 @@ class Serve(_Message):
     metadata: bytes = b""
 
 
-class TicketAborted(_Message):
+class TicketAborted(_Message, frozen=True):
     """Void the grants of this ticket to `engines`. To all ranks, and to the leaders of these engines.
 
     A leader passes it to its workers, unless it has already sent a commit that can still complete: the
@@ -104,7 +104,7 @@ class TicketAborted(_Message):
     everywhere: bool = False
 
 
-class Overdue(_Message):
+class Overdue(_Message, frozen=True):
     """`update_timeout_s` has passed: `missing` were dropped for this ticket; a waiting send raises
     `BarrierTimeout`. To all ranks."""
 
@@ -113,13 +113,13 @@ class Overdue(_Message):
     reason: str
 
 
-class Retired(_Message):
+class Retired(_Message, frozen=True):
     """Each grant of this closed ticket has landed or aborted: its source may be reused after own flush."""
 
     ticket: int
 
 
-class EngineOutcome(_Message):
+class EngineOutcome(_Message, frozen=True):
     """What became of `ticket` on `engine`. To all ranks; exactly one is final for each engine of a ticket.
 
     Not final are `landed` (not committed yet) and `missed` (was not there when the ticket was first
@@ -135,27 +135,27 @@ class EngineOutcome(_Message):
 # Engine leader <-> coordinator ---------------------------------------------------------------------
 
 
-class Offer(_Message):
+class Offer(_Message, frozen=True):
     """All workers of this engine can take a whole version. `offer` is never reused."""
 
     offer: int
 
 
-class OfferRefused(_Message):
+class OfferRefused(_Message, frozen=True):
     """No ticket for this offer now (direct staging: release the parked workers)."""
 
     offer: int
     reason: str
 
 
-class Landed(_Message):
+class Landed(_Message, frozen=True):
     """All bytes of `ticket` have arrived at this engine (leader -> coordinator), or at this worker
     (worker -> leader)."""
 
     ticket: int
 
 
-class Finished(_Message):
+class Finished(_Message, frozen=True):
     """The engine's answer to a grant: applied, aborted (nothing written) or tainted."""
 
     ticket: int
@@ -163,8 +163,8 @@ class Finished(_Message):
     detail: str = ""
 
 
-class WithdrawOffer(_Message):
-    """The leader takes this offer back: answered by `OfferRefused`, unless a `Serve` is already on its way."""
+class WithdrawOffer(_Message, frozen=True):
+    """The leader takes this offer back: answered by `OfferRefused`, unless a `Serve` is on its way."""
 
     offer: int
 
@@ -172,7 +172,7 @@ class WithdrawOffer(_Message):
 # Receiver <-> writer, on the data path -------------------------------------------------------------
 
 
-class Credit(_Message):
+class Credit(_Message, frozen=True):
     """The writer may put piece `piece` of `group` into `token` once. The receiver alone chooses `slot`."""
 
     ticket: int
@@ -183,7 +183,7 @@ class Credit(_Message):
     nbytes: int
 
 
-class Arrived(_Message):
+class Arrived(_Message, frozen=True):
     """The notification of a put: the bytes of this piece are in the slot. `checksum` 0 means none."""
 
     ticket: int
@@ -192,7 +192,7 @@ class Arrived(_Message):
     checksum: int = 0
 
 
-class Stopped(_Message):
+class Stopped(_Message, frozen=True):
     """The writer has flushed and will write nothing more for `ticket` (or only for `group`, if >= 0)."""
 
     ticket: int
@@ -202,51 +202,51 @@ class Stopped(_Message):
 # Lockstep: leader <-> workers of one engine --------------------------------------------------------
 
 
-class Vacant(_Message):
+class Vacant(_Message, frozen=True):
     """Worker -> leader: all slots of the ring are free; `grants` counts the grants that have ended here."""
 
     grants: int
 
 
-class Hold(_Message):
+class Hold(_Message, frozen=True):
     hold: int
 
 
-class Promise(_Message):
+class Promise(_Message, frozen=True):
     """Worker -> leader, at once: `index` of its next poll, which it will not pass before the answer."""
 
     hold: int
     index: int
 
 
-class Meet(_Message):
+class Meet(_Message, frozen=True):
     """Leader -> workers: polls below `index` return None; park there."""
 
     hold: int
     index: int
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """Parked at the index, `before_apply` has run."""
 
     hold: int
 
 
-class Refuse(_Message):
+class Refuse(_Message, frozen=True):
     """`before_apply` refused."""
 
     hold: int
     reason: str
 
 
-class WithdrawHold(_Message):
+class WithdrawHold(_Message, frozen=True):
     """A parked poll was cancelled or has waited too long; it stays parked until the answer."""
 
     hold: int
     reason: str
 
 
-class Commit(_Message):
+class Commit(_Message, frozen=True):
     """All workers are ready: apply `ticket` now, whatever happens."""
 
     hold: int
@@ -254,20 +254,20 @@ class Commit(_Message):
     version: int
 
 
-class WorkerApplied(_Message):
+class WorkerApplied(_Message, frozen=True):
     hold: int
     outcome: Literal["applied", "aborted", "tainted"]
     detail: str = ""
 
 
-class Done(_Message):
+class Done(_Message, frozen=True):
     """All have answered: leave the poll. `outcome` is the engine's."""
 
     hold: int
     outcome: Literal["applied", "aborted", "tainted"]
 
 
-class Release(_Message):
+class Release(_Message, frozen=True):
     """The hold ends without a commit. `protocol_error`: the polls of this engine can not be lined up."""
 
     hold: int

@@ -1,0 +1,115 @@
+"""Calls: the trainer ranks' numbered sends meet; a withdrawn number is burnt."""
+
+from __future__ import annotations
+
+import msgspec
+
+from wbridge.flow.messages import CallAborted, Report
+
+
+class Mismatch(msgspec.Struct, frozen=True):
+    """The ranks contradict each other; `answer` goes to `ranks`."""
+
+    answer: CallAborted
+    ranks: tuple[int, ...]
+
+
+class Calls:
+    """Which rank has begun which call. Part of `Tickets`.
+
+    A call is matched by number, never by version: a version may be sent again, and a withdrawal may
+    overtake another rank's report of an earlier try.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._live = tuple(range(num_ranks))
+        self._reports: dict[int, dict[int, Report]] = {}  # call -> rank -> report
+        self._waiting: dict[int, int] = {}  # rank -> the call in which it waits for a snapshot
+        self._burnt: dict[int, CallAborted] = {}
+        self._told: dict[int, set[int]] = {}  # burnt call -> ranks that know
+        self._closed = ""
+        self.announced: dict[int, int] = {}  # call -> ticket
+        self.num_ranks = num_ranks
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        return self._live
+
+    def report(self, rank: int, report: Report) -> Report | Mismatch | CallAborted | None:
+        """Return rank 0's report when all ranks have made the call, or what to answer, or None."""
+        call = report.call
+        self._waiting.pop(rank, None)
+        burnt = self._answer_begun(rank, call)
+        if burnt is not None or call in self._burnt or call in self.announced:
+            return burnt
+        reports = self._reports.setdefault(call, {})
+        reports[rank] = report
+        if len(reports) < self.num_ranks:
+            return None
+        why = _contradiction(reports)
+        if why:
+            told, answer = self.burn(call, why, protocol_error=True)
+            return Mismatch(answer, told)
+        del self._reports[call]
+        return reports[0]
+
+    def waiting(self, rank: int, call: int) -> CallAborted | None:
+        """Note that `rank` waits for a snapshot; return what to answer if the call is burnt."""
+        burnt = self._answer_begun(rank, call)
+        if burnt is None and call not in self._burnt:
+            self._waiting[rank] = call
+        return burnt
+
+    def all_wait_after(self, call: int) -> bool:
+        """Every rank waits for a snapshot in a call later than `call`."""
+        return len(self._waiting) == self.num_ranks and all(c > call for c in self._waiting.values())
+
+    def burn(
+        self, call: int, reason: str, *, canceller: int | None = None, protocol_error: bool = False
+    ) -> tuple[tuple[int, ...], CallAborted]:
+        """Burn the number; return the ranks to tell now (those that have begun it) and what to tell them."""
+        answer = self._burnt.setdefault(call, CallAborted(call, reason, protocol_error))
+        begun = set(self._reports.pop(call, {}))
+        begun |= {rank for rank, waits in self._waiting.items() if waits == call}
+        if canceller is not None:
+            begun.add(canceller)
+        told = self._told.setdefault(call, set())
+        new = tuple(rank for rank in self._live if rank in begun - told)
+        told |= begun
+        for rank in begun:
+            if self._waiting.get(rank) == call:
+                del self._waiting[rank]
+        return new, answer
+
+    def close(self, reason: str, *, lost: int | None = None) -> list[tuple[CallAborted, tuple[int, ...]]]:
+        """Burn every call that is under way and all later ones; return whom to tell what."""
+        self._closed = self._closed or reason
+        if lost is not None:
+            self._live = tuple(rank for rank in self._live if rank != lost)
+        under_way = sorted({*self._reports, *self._waiting.values()})
+        answers = [self.burn(call, reason) for call in under_way]
+        return [(answer, told) for told, answer in answers if told]
+
+    def _answer_begun(self, rank: int, call: int) -> CallAborted | None:
+        """The answer to a rank that begins a burnt call, once."""
+        if self._closed and call not in self.announced:
+            self._burnt.setdefault(call, CallAborted(call, self._closed))
+        burnt = self._burnt.get(call)
+        told = self._told.setdefault(call, set()) if burnt is not None else set()
+        if burnt is None or rank in told:
+            return None
+        told.add(rank)
+        return burnt
+
+
+def _contradiction(reports: dict[int, Report]) -> str:
+    versions = {rank: report.version for rank, report in sorted(reports.items())}
+    call = reports[0].call
+    if len(set(versions.values())) > 1:
+        listed = ", ".join(f"rank {rank} sends version {version}" for rank, version in versions.items())
+        return f"send {call}: {listed}; every trainer rank must send the same version in the same call"
+    nbytes = {rank: len(report.metadata) for rank, report in sorted(reports.items()) if report.metadata}
+    if len(set(nbytes.values())) > 1:
+        listed = ", ".join(f"rank {rank} gives {n} bytes" for rank, n in nbytes.items())
+        return f"send {call} of version {versions[0]}: metadata differs: {listed}; give all ranks the same"
+    return ""
