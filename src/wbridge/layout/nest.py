@@ -6,6 +6,7 @@ the *carried* side says where each key lies on the other side of its region.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,7 +26,15 @@ class Nest(NamedTuple):
     @property
     def last(self) -> int:
         """The largest key."""
-        return self.key + sum((n - 1) * s for n, s, _ in self.loops)
+        last = self.key
+        for n, s, _ in self.loops:
+            last += (n - 1) * s
+        return last
+
+    @property
+    def size(self) -> int:
+        """Keys, counted as often as they occur."""
+        return math.prod(n for n, _, _ in self.loops)
 
     @property
     def is_nested(self) -> bool:

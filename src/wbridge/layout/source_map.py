@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from wbridge.errors import LayoutError
+from wbridge.layout.dtype import itemsize
 from wbridge.layout.region import Region
 
 ASSEMBLED = "@"
@@ -59,3 +61,24 @@ class SourceMap(msgspec.Struct, frozen=True):
     atomic: tuple[tuple[str, ...], ...] = ()
     unfed: tuple[tuple[str, int], ...] = ()
     method: str = "trace"
+
+    def __post_init__(self) -> None:
+        for mapped in self.mapped:
+            if mapped.parameter not in self.parameters or mapped.tensor not in self.checkpoint:
+                raise LayoutError(
+                    f"the map pairs parameter {mapped.parameter!r} with checkpoint tensor {mapped.tensor!r}, "
+                    f"but not both are among its {len(self.parameters)} parameters and "
+                    f"{len(self.checkpoint)} tensors; describe the missing one or correct its name"
+                )
+
+    @property
+    def num_bytes(self) -> int:
+        """Parameter bytes that checkpoint tensors feed, replicated ones counted each time."""
+        return sum(m.region.num_elements * itemsize(self.parameters[m.parameter].dtype) for m in self.mapped)
+
+    def by_tensor(self) -> dict[str, tuple[Mapped, ...]]:
+        """Return the regions of each checkpoint tensor that this worker holds a part of."""
+        regions: dict[str, list[Mapped]] = {}
+        for mapped in self.mapped:
+            regions.setdefault(mapped.tensor, []).append(mapped)
+        return {tensor: tuple(found) for tensor, found in regions.items()}
