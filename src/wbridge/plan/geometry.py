@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from wbridge.layout.algebra import intersect, split, subtract
+from wbridge.layout.algebra import intersect, subtract
 from wbridge.layout.region import Overlap, Region, Strided
 
 
@@ -50,11 +50,9 @@ class Geometry:
         key = (held, wanted, max_elements)
         if (known := self._chunks.get(key)) is None:
             known = self._chunks[key] = tuple(
-                Chunk(
-                    overlap=part, num_elements=part.num_wire_elements, wire=Strided(0, packed(part.extents))
-                )
-                for overlap in self.overlaps(held, wanted)
-                for part in split(overlap, max_elements)
+                Chunk(overlap=o, num_elements=o.num_wire_elements, wire=Strided(0, packed(o.extents)))
+                for block in blocks(wanted, max_elements)
+                for o in self.overlaps(held, block)
             )
         return known
 
@@ -126,6 +124,21 @@ def cut(region: Region, loop: int, start: int, stop: int) -> Region:
         source=Strided(source.offset + start * source.strides[loop], source.strides),
         target=Strided(target.offset + start * target.strides[loop], target.strides),
     )
+
+
+def blocks(region: Region, max_elements: int) -> Iterator[Region]:
+    """Divide `region` along its outer loops into blocks of at most `max_elements`, even in size."""
+    if region.num_elements <= max_elements:
+        yield region
+        return
+    strides = region.source.strides
+    loop = max((k for k, n in enumerate(region.extents) if n > 1), key=lambda k: (abs(strides[k]), -k))
+    extent = region.extents[loop]
+    rows_per_block = max(1, max_elements // (region.num_elements // extent))
+    num_blocks = -(-extent // rows_per_block)
+    for k in range(num_blocks):
+        part = cut(region, loop, extent * k // num_blocks, extent * (k + 1) // num_blocks)
+        yield from blocks(part, max_elements)
 
 
 def region_key(region: Region) -> tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
