@@ -81,9 +81,9 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("mode =")
 
-    with pytest.raises(ConfigError, match="broken.toml"):
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
         load({}, {}, broken)
-    with pytest.raises(ConfigError, match="absent.toml"):
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
         load({}, {}, tmp_path / "absent.toml")
 
 

@@ -1,0 +1,171 @@
+"""Coordinator: admits workers, forms epochs, gives tickets. One per job; it carries no weights."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import ssl
+from collections.abc import Mapping
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import msgspec
+
+from wbridge.config import Config
+from wbridge.control.agreement import check_agreement, job_values
+from wbridge.control.connection import HANDSHAKE_S, LINGER_S, Connection, serve_tcp
+from wbridge.control.epochs import Epochs
+from wbridge.control.lease import LeasedConnection
+from wbridge.control.membership import Joined, Member, Membership
+from wbridge.control.messages import (
+    Bye,
+    EpochReady,
+    Hello,
+    Join,
+    Keyed,
+    Message,
+    StatusReply,
+    StatusRequest,
+    Welcome,
+)
+from wbridge.errors import EndpointClosed, InternalError, PeerLost, ProtocolError, WBridgeError
+from wbridge.layout.source_map import SourceMap
+
+
+class Coordinator:
+    """The meeting point of one job. Its config is authoritative for the job-wide settings.
+
+    Start `serve` in a task group; it reports the address and runs until `leave` or cancellation, after
+    which every member finds its connection closed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        secret: bytes,
+        origins: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._config = config
+        self._origins = dict(origins or {})
+        self._secret = secret
+        self._host, self._port = host, port
+        self._tls = tls
+        self._membership = Membership()
+        self.incarnation = secrets.randbits(64)
+        self._epochs = Epochs(config, self.incarnation, self._membership)
+        self._address: str | None = None
+        self._scope = anyio.CancelScope()
+
+    @property
+    def address(self) -> str:
+        """`host:port` once `serve` has started."""
+        if self._address is None:
+            raise InternalError("the coordinator has no address before `serve` has started")
+        return self._address
+
+    async def serve(self, *, task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Serve until `leave` or cancellation. `task_status` receives the address.
+
+        Raises:
+            ConfigError: the address cannot be bound, or is reachable from elsewhere without a secret.
+        """
+        with self._scope:
+            async with anyio.create_task_group() as tasks:
+                serve = functools.partial(
+                    serve_tcp, self._serve_peer, self._host, self._port, secret=self._secret, tls=self._tls
+                )
+                tasks.start_soon(self._epochs.run)
+                self._address = await tasks.start(serve)
+                task_status.started(self._address)
+
+    async def leave(self) -> None:
+        """Say goodbye to every member, then stop serving. Waits at most a second; cancelled: not at all."""
+        try:
+            for member in self._membership:
+                member.lease.post(Bye())
+                member.lease.finish()
+            with anyio.move_on_after(LINGER_S):
+                await self._epochs.wait_until(lambda: not any(self._membership))
+        finally:
+            self._scope.cancel()
+
+    def status(self) -> StatusReply:
+        return self._epochs.status()
+
+    async def _serve_peer(self, connection: Connection) -> None:
+        """One authenticated peer, from its first message to its loss."""
+        first: Message | None = None
+        with anyio.move_on_after(HANDSHAKE_S):
+            first = await connection.receive()
+        if isinstance(first, StatusRequest):
+            await connection.send(self.status())
+        elif isinstance(first, Hello):
+            await self._serve_member(self._admit(first, connection))
+        elif first is not None:
+            raise ProtocolError(f"{connection.remote} began with {type(first).__name__} instead of Hello")
+
+    def _admit(self, hello: Hello, connection: Connection) -> Member:
+        check_agreement(hello.worker, hello.explicit, self._config, self._origins)
+        member = Member(hello, LeasedConnection(connection, self._config.heartbeat_s))
+        replaced = self._membership.check(member)
+        if replaced is not None:
+            replaced.lease.abort("the same process has connected again")
+            self._epochs.lose(replaced, "it has connected again")
+        self._membership.add(member)
+        self._epochs.changed()
+        return member
+
+    async def _serve_member(self, member: Member) -> None:
+        lease = member.lease
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lease.run)
+            lease.post(Welcome(self.incarnation, job_values(self._config), self._config.heartbeat_s))
+            try:
+                while await self._act(member, await lease.receive()):
+                    pass
+                self._epochs.lose(member, "it said goodbye")
+                lease.abort("it said goodbye")
+            except (PeerLost, EndpointClosed) as exc:
+                self._epochs.lose(member, str(exc))
+                lease.finish()
+            except WBridgeError as exc:
+                self._epochs.reject(member, exc)
+                await lease.wait_lost()
+
+    async def _act(self, member: Member, message: Message) -> bool:
+        """Act on one message; False after the last one."""
+        if member not in self._membership:
+            return True  # rejected or replaced: it has yet to notice
+        match message:
+            case Keyed():
+                self._epochs.receive(member, message)
+            case EpochReady():
+                self._epochs.ready(member, message)
+            case Join():
+                await self._join(member, message)
+            case StatusRequest():
+                member.lease.post(self.status())
+            case Bye():
+                return False
+            case _:
+                raise ProtocolError(f"{member} sent {type(message).__name__}, which no worker sends here")
+        return True
+
+    async def _join(self, member: Member, message: Join) -> None:
+        if member.joined is not None:
+            raise ProtocolError(f"{member} joined twice on one connection")
+        try:
+            source_map = await anyio.to_thread.run_sync(
+                functools.partial(msgspec.msgpack.decode, message.source_map, type=SourceMap)
+            )
+        except msgspec.MsgspecError as exc:
+            raise ProtocolError(f"{member} sent no source map: {exc}") from exc
+        member.joined = Joined(
+            source_map, message.transport_address, message.lockstep_address, anyio.current_time()
+        )
+        self._epochs.changed()

@@ -1,0 +1,264 @@
+"""Epochs one after another: form, plan, open, live, end. One task; everything it waits for is an event."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+
+from wbridge.config import Config
+from wbridge.control.membership import Member, Membership
+from wbridge.control.messages import EpochLive, EpochReady, Keyed, Rejected, StatusReply, WorkerLost
+from wbridge.control.planning import Roster, Slices, build_slices, epoch_start, joined_of
+from wbridge.control.publishing import Cohort, EngineStanding, Publishing
+from wbridge.errors import BarrierTimeout, WBridgeError
+from wbridge.ids import Epoch
+
+Phase = Literal["forming", "planning", "opening", "live", "ending"]
+
+QUIET_S = 10.0
+"""After waiting this long for members, their names are logged once."""
+
+_log = logging.getLogger(__name__)
+
+
+class Epochs:
+    """Drives the membership from epoch to epoch. All methods run in the coordinator's loop."""
+
+    def __init__(self, config: Config, incarnation: int, membership: Membership) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._membership = membership
+        self._changed = anyio.Event()
+        self._counter = 0
+        self._next_ticket = 1
+        self._standings: dict[str, EngineStanding] = {}
+        self._named_missing = False
+        self._idle_since_s = 0.0
+        self._opening: Cohort | None = None
+        self._live: Publishing | None = None
+        self.phase: Phase = "forming"
+
+    # What happens to members
+
+    def changed(self) -> None:
+        """Somebody came, joined, got ready or finished: wake the task."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def ready(self, member: Member, message: EpochReady) -> None:
+        opening = self._opening
+        if opening is not None and opening.epoch == message.epoch and member in opening.members:
+            opening.ready.add(member)
+            self.changed()
+
+    def receive(self, member: Member, keyed: Keyed) -> None:
+        """Act on a message of the update protocol; one of another epoch is dropped.
+
+        Raises:
+            ProtocolError: nobody in its place says that.
+        """
+        live = self._live
+        if live is not None and live.cohort.epoch == keyed.epoch and member in live.cohort.members:
+            live.receive(member, keyed.message)
+
+    def lose(self, member: Member, reason: str) -> None:
+        """A member is gone, or leaves. Everybody it worked with is told."""
+        if not self._membership.remove(member):
+            return
+        if self._opening is not None and member in self._opening.members:
+            self._opening.lost.add(member)
+            self._opening.tell(WorkerLost(member.worker, reason))
+        if self._live is not None and member in self._live.cohort.members:
+            self._live.cohort.lost.add(member)
+            self._live.cohort.tell(WorkerLost(member.worker, reason))
+            self._live.lose(member, reason)
+        self.changed()
+
+    def reject(self, member: Member, error: WBridgeError) -> None:
+        """End a member's stay with an error that its application sees."""
+        missing = error.missing if isinstance(error, BarrierTimeout) else ()
+        member.lease.post(Rejected(type(error).__name__, str(error), missing))
+        member.lease.finish()
+        self.lose(member, f"it was rejected: {error}")
+
+    def status(self) -> StatusReply:
+        live = self._live
+        return StatusReply(
+            epoch=live.cohort.epoch if live is not None else None,
+            phase=self.phase,
+            members=self._membership.status(),
+            engines=live.engines() if live is not None else (),
+            announced=live.announced if live is not None else None,
+            waiting_for=self.missing(),
+        )
+
+    # The one task
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                self.phase = "live" if self._live is not None else "forming"
+                roster = await self._form()
+                slices = await self._plan(roster)
+                if slices is None or not self._still_there(roster):
+                    continue
+                await self._end()
+                if self._still_there(roster) and await self._open(roster, slices):
+                    assert self._live is not None
+                    tasks.start_soon(self._live.run)
+
+    async def _form(self) -> Roster:
+        """Wait for a complete trainer group and enough engines, among them somebody new."""
+        while (roster := self._complete_roster()) is None:
+            with anyio.CancelScope(deadline=self._next_deadline_s()):
+                await self._changed.wait()
+            self._name_missing()
+            self._expire_waiting()
+        return roster
+
+    def _complete_roster(self) -> Roster | None:
+        ranks, engines = self._membership.trainers(), self._membership.engines()
+        if ranks is None or len(engines) < self._num_required():
+            return None
+        roster = Roster(ranks, engines)
+        if self._served().issuperset(roster.members):
+            return None
+        return roster
+
+    def _served(self) -> frozenset[Member]:
+        return self._live.cohort.members if self._live is not None else frozenset()
+
+    def _num_required(self) -> int:
+        """After the first epoch, a job goes on with the engines it has."""
+        return 1 if self._standings else self._config.num_engines
+
+    def missing(self) -> tuple[str, ...]:
+        """Whom the current phase waits for."""
+        if self._opening is not None:
+            late = self._opening.members - self._opening.ready
+            return tuple(sorted(f"{member.worker} (opening epoch)" for member in late))
+        return self._membership.missing(self._num_required())
+
+    def _waiting(self) -> list[Member]:
+        """Members that have joined and are in no epoch."""
+        served = self._served()
+        return [m for m in self._membership if m.joined is not None and m not in served]
+
+    def _since_s(self, member: Member) -> float:
+        """When this member's wait began: when it joined, or when its last epoch ended."""
+        return max(joined_of(member).since_s, self._idle_since_s)
+
+    def _next_deadline_s(self) -> float:
+        since = [self._since_s(member) for member in self._waiting()]
+        if not since:
+            return math.inf
+        limit_s = self._config.connect_timeout_s
+        return min(since) + (limit_s if self._named_missing else min(QUIET_S, limit_s))
+
+    def _name_missing(self) -> None:
+        now_s = anyio.current_time()
+        if not self._named_missing and any(self._since_s(m) + QUIET_S <= now_s for m in self._waiting()):
+            self._named_missing = True
+            _log.info("still waiting for members", extra={"missing": self.missing()})
+
+    def _expire_waiting(self) -> None:
+        limit_s = self._config.connect_timeout_s
+        expired = [m for m in self._waiting() if self._since_s(m) + limit_s <= anyio.current_time()]
+        missing = self.missing()
+        for member in expired:
+            self.reject(member, BarrierTimeout(_late_text(member, limit_s, missing), missing))
+
+    async def _plan(self, roster: Roster) -> Slices | None:
+        """Plan in a worker thread while an old epoch keeps serving. None: the newcomers were rejected."""
+        self.phase = "planning"
+        maps = {member.worker: joined_of(member) for member in roster.members}
+        hosts = {member.worker: member.hello.host for member in roster.members}
+        try:
+            return await anyio.to_thread.run_sync(
+                build_slices, maps, hosts, self._config, abandon_on_cancel=True
+            )
+        except WBridgeError as exc:
+            for member in set(roster.members) - self._served():
+                self.reject(member, exc)
+            return None
+
+    def _still_there(self, roster: Roster) -> bool:
+        return all(member in self._membership for member in roster.members)
+
+    async def _end(self) -> None:
+        """Wait until every open grant of the old epoch has committed or aborted, then let go of it.
+
+        An engine that takes longer than `update_timeout_s` is dropped.
+        """
+        live = self._live
+        if live is None:
+            return
+        self.phase = "ending"
+        live.end("the members change: a new epoch begins")
+        limit_s = self._config.update_timeout_s
+        with anyio.move_on_after(limit_s):
+            await live.wait_quiet()
+        for engine, (_, version) in list(live.grants.items()):
+            text = (
+                f"engine {engine!r} still holds version {version}, {limit_s:g} s after its epoch was to end"
+            )
+            for member in live.cohort.roster.engines[engine]:
+                self.reject(
+                    member, BarrierTimeout(f"{text}; poll more often or raise update_timeout_s", [engine])
+                )
+        live.stop()
+        self._next_ticket = live.next_ticket
+        self._live = None
+        self._idle_since_s = anyio.current_time()
+
+    async def _open(self, roster: Roster, slices: Slices) -> bool:
+        """Start the next epoch. False: a member was lost or late, so nothing is live."""
+        self.phase = "opening"
+        self._counter += 1
+        opening = Cohort(Epoch(self._incarnation, self._counter), roster)
+        self._opening = opening
+        for member in roster.members:
+            member.lease.post(epoch_start(opening.epoch, member.worker, roster, slices))
+        with anyio.move_on_after(self._config.connect_timeout_s):
+            await self.wait_until(lambda: opening.is_ready or bool(opening.lost))
+        self._opening = None
+        if opening.is_ready and not opening.lost:
+            self._go_live(opening)
+            return True
+        if not opening.lost:
+            self._reject_late(opening)
+        self._idle_since_s = anyio.current_time()
+        return False
+
+    def _go_live(self, opening: Cohort) -> None:
+        self._named_missing = False
+        for engine, (leader, *_) in opening.roster.engines.items():
+            if engine not in self._standings or self._standings[engine].leader is not leader:
+                self._standings[engine] = EngineStanding(leader, self._incarnation)
+        standings = {engine: self._standings[engine] for engine in opening.roster.engines}
+        self._live = Publishing(self._config, opening, standings, first_ticket=self._next_ticket)
+        opening.tell(EpochLive(opening.epoch))
+        _log.info("epoch is live", extra={"epoch": str(opening.epoch), "engines": len(standings)})
+
+    def _reject_late(self, opening: Cohort) -> None:
+        limit_s = self._config.connect_timeout_s
+        for member in opening.members - opening.ready:
+            name = str(member.worker)
+            text = f"{name} was not ready for epoch {opening.epoch} within {limit_s:g} s"
+            self.reject(member, BarrierTimeout(f"{text}; raise connect_timeout_s", [name]))
+            opening.tell(WorkerLost(member.worker, text))
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+
+def _late_text(member: Member, limit_s: float, missing: tuple[str, ...]) -> str:
+    names = ", ".join(missing) or "the running epoch to end"
+    return f"{member.worker} waited {limit_s:g} s for {names}; start them, or raise connect_timeout_s"

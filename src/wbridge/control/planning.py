@@ -1,0 +1,86 @@
+"""From a roster of members to what each of them is told: the plan, sliced and encoded, and its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from wbridge.config import Config
+from wbridge.control.membership import Joined, Member
+from wbridge.control.messages import EpochStart, Peer
+from wbridge.errors import InternalError
+from wbridge.ids import Epoch, WorkerId
+from wbridge.plan.build import build_plan
+from wbridge.plan.types import WorkerPlan, slice_for
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """The members of an epoch, in rank order."""
+
+    ranks: tuple[Member, ...]
+    engines: dict[str, tuple[Member, ...]]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self.ranks + tuple(m for engine in self.engines.values() for m in engine)
+
+
+class Slices(msgspec.Struct, frozen=True):
+    """For each worker its encoded plan and the workers it has to do with."""
+
+    plans: dict[WorkerId, bytes]
+    partners: dict[WorkerId, tuple[WorkerId, ...]]
+
+
+def build_slices(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str], config: Config) -> Slices:
+    """Plan and slice. Pure and slow: minutes of work for the largest models, so it runs in a worker thread.
+
+    Raises:
+        PlanError, LayoutError, CoverageError: as `build_plan`.
+    """
+    plan = build_plan({worker: joined.source_map for worker, joined in maps.items()}, hosts, config)
+    slices = {worker: slice_for(plan, worker) for worker in maps}
+    return Slices(
+        plans={worker: msgspec.msgpack.encode(piece) for worker, piece in slices.items()},
+        partners={worker: tuple(sorted(set(_partners(piece, maps)))) for worker, piece in slices.items()},
+    )
+
+
+def _partners(plan: WorkerPlan, workers: Mapping[WorkerId, Joined]) -> Iterator[WorkerId]:
+    me = plan.worker
+    yield from (w for w in workers if (w.role, w.group) == (me.role, me.group))
+    yield from (outgoing.receiver for outgoing in plan.outgoing)
+    for group in plan.incoming:
+        for piece in group.pieces:
+            yield piece.writer
+            yield from piece.holders
+
+
+def epoch_start(epoch: Epoch, worker: WorkerId, roster: Roster, slices: Slices) -> EpochStart:
+    """Return what `worker` is told: `peers` are its own group and those its plan names, not everybody."""
+    by_worker = {member.worker: member for member in roster.members}
+    return EpochStart(
+        epoch=epoch,
+        worker_plan=slices.plans[worker],
+        peers=tuple(_peer(by_worker[partner]) for partner in slices.partners[worker]),
+        engines=tuple(roster.engines),
+        ranks=tuple(member.worker for member in roster.ranks),
+    )
+
+
+def joined_of(member: Member) -> Joined:
+    if member.joined is None:
+        raise InternalError(f"{member.worker} is in a roster without having joined")
+    return member.joined
+
+
+def _peer(member: Member) -> Peer:
+    joined = joined_of(member)
+    return Peer(
+        worker=member.worker,
+        transport_address=joined.transport_address,
+        host=member.hello.host,
+        process_token=member.hello.process_token,
+        lockstep_address=joined.lockstep_address,
+    )

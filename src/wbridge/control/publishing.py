@@ -1,0 +1,213 @@
+"""Publishing: drives the pure ticket machine of one epoch with real members and real time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+
+import anyio
+
+from wbridge.config import Config
+from wbridge.control.membership import Member
+from wbridge.control.messages import EngineStatus, FlowMessage, Keyed, Message
+from wbridge.control.planning import Roster
+from wbridge.errors import ProtocolError
+from wbridge.flow import messages as flow
+from wbridge.flow.actions import Recipient, StartDeadline, StartPatience, TicketsAction, To
+from wbridge.flow.tickets import Tickets
+from wbridge.ids import Epoch
+
+
+class EngineStanding:
+    """What the coordinator knows of an engine's weights, across epochs; for `status` only."""
+
+    def __init__(self, leader: Member, incarnation: int) -> None:
+        committed = leader.hello.committed
+        here = committed is not None and committed.epoch.incarnation == incarnation
+        self.leader = leader
+        self.version = committed.version if committed is not None else None
+        self.ticket = committed.ticket if committed is not None and here else 0
+        self.tainted = False
+
+
+class Cohort:
+    """The members that are told to start one epoch."""
+
+    def __init__(self, epoch: Epoch, roster: Roster) -> None:
+        self.epoch = epoch
+        self.roster = roster
+        self.members = frozenset(roster.members)
+        self.ready: set[Member] = set()
+        self.lost: set[Member] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready >= self.members
+
+    def tell(self, message: Message) -> None:
+        for member in self.roster.members:
+            if member not in self.lost:
+                member.lease.post(message)
+
+
+class Publishing:
+    """The tickets of one live epoch. The owner starts `run` and hands over what members say and suffer."""
+
+    def __init__(
+        self, config: Config, cohort: Cohort, standings: Mapping[str, EngineStanding], *, first_ticket: int
+    ) -> None:
+        roster = cohort.roster
+        self.cohort = cohort
+        self._config = config
+        self._standings = standings
+        self._tickets = Tickets(
+            num_ranks=len(roster.ranks),
+            engines=tuple(roster.engines),
+            delivery=config.effective_delivery,
+            source_held=config.mode.sender_staging == "direct",
+            offers_are_parked=config.mode.receiver_staging == "direct",
+            first_ticket=first_ticket,
+        )
+        self._timers: list[tuple[float, int, TicketsAction]] = []
+        self._num_timers = 0
+        self._scope = anyio.CancelScope()
+        self._changed = anyio.Event()
+        self._lost: set[str] = set()
+        self.grants: dict[str, tuple[int, int]] = {}
+        """The ticket and version that each engine holds and has not finished."""
+        self.announced: int | None = None
+        """The version announced last in this epoch."""
+
+    @property
+    def next_ticket(self) -> int:
+        return self._tickets.next_ticket
+
+    def receive(self, member: Member, message: FlowMessage) -> None:
+        """Act on what a rank or a leader says.
+
+        Raises:
+            ProtocolError: nobody in its place says that.
+        """
+        worker = member.worker
+        if worker.role == "trainer":
+            actions = self._from_rank(worker.rank, message)
+        else:
+            actions = self._from_leader(worker.group, message) if worker.is_leader else None
+        if actions is None:
+            raise ProtocolError(
+                f"{member} sent {type(message).__name__}, which the coordinator expects of others"
+            )
+        self._perform(actions)
+
+    def _from_rank(self, rank: int, message: FlowMessage) -> list[TicketsAction] | None:
+        match message:
+            case flow.Report():
+                return self._tickets.report(rank, message)
+            case flow.Waiting():
+                return self._tickets.waiting(rank, message)
+            case flow.WithdrawCall():
+                return self._tickets.withdraw(rank, message)
+            case flow.AbortTicket():
+                return self._tickets.abort(rank, message)
+        return None
+
+    def _from_leader(self, engine: str, message: FlowMessage) -> list[TicketsAction] | None:
+        match message:
+            case flow.Offer():
+                return self._tickets.offer(engine, message)
+            case flow.WithdrawOffer():
+                return self._tickets.withdraw_offer(engine, message)
+            case flow.Landed():
+                return self._tickets.landed(engine, message)
+            case flow.Finished():
+                return self._tickets.finished(engine, message)
+        return None
+
+    def lose(self, member: Member, reason: str) -> None:
+        """A member of the epoch is gone; an engine goes as a whole."""
+        worker = member.worker
+        if worker.role == "trainer":
+            self._perform(self._tickets.lose_rank(worker.rank, reason))
+        elif worker.group not in self._lost:
+            self._lost.add(worker.group)
+            self._perform(self._tickets.lose_engine(worker.group, f"{worker}: {reason}"))
+
+    def end(self, reason: str) -> None:
+        """Give no more tickets and grants."""
+        self._perform(self._tickets.end(reason))
+
+    async def wait_quiet(self) -> None:
+        """Wait until no engine holds a grant."""
+        while not self._tickets.quiet:
+            await self._changed.wait()
+
+    def engines(self) -> tuple[EngineStatus, ...]:
+        newest = self._tickets.next_ticket - 1
+        return tuple(
+            EngineStatus(
+                name, name not in self._lost, standing.version, newest - standing.ticket, standing.tainted
+            )
+            for name, standing in self._standings.items()
+        )
+
+    async def run(self) -> None:
+        """Keep the time for the tickets until `stop` or cancellation."""
+        with self._scope:
+            while True:
+                deadline_s = self._timers[0][0] if self._timers else math.inf
+                with anyio.CancelScope(deadline=deadline_s):
+                    await self._changed.wait()
+                while self._timers and self._timers[0][0] <= anyio.current_time():
+                    self._fire(heapq.heappop(self._timers)[2])
+
+    def stop(self) -> None:
+        self._scope.cancel()
+
+    def _fire(self, timer: TicketsAction) -> None:
+        match timer:
+            case StartPatience(ticket):
+                self._perform(self._tickets.patience_passed(ticket))
+            case StartDeadline(ticket):
+                self._perform(self._tickets.update_deadline_passed(ticket))
+
+    def _perform(self, actions: list[TicketsAction]) -> None:
+        for action in actions:
+            match action:
+                case To(recipients, message):
+                    self._note(message)
+                    for recipient in recipients:
+                        self._find(recipient).lease.post(Keyed(self.cohort.epoch, message))
+                case StartPatience():
+                    self._start(action, self._config.relay_patience_s)
+                case StartDeadline():
+                    self._start(action, self._config.update_timeout_s)
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def _start(self, timer: TicketsAction, delay_s: float) -> None:
+        self._num_timers += 1  # keeps the heap from comparing actions
+        heapq.heappush(self._timers, (anyio.current_time() + delay_s, self._num_timers, timer))
+
+    def _find(self, recipient: Recipient) -> Member:
+        if recipient[0] == "rank":
+            return self.cohort.roster.ranks[recipient[1]]
+        return self.cohort.roster.engines[recipient[1]][0]
+
+    def _note(self, message: FlowMessage) -> None:
+        """Keep what `status` and the end of the epoch need to know."""
+        match message:
+            case flow.Announced():
+                self.announced = message.version
+            case flow.Serve():
+                for engine in message.engines:
+                    self.grants[engine] = (message.ticket, message.version)
+            case flow.EngineOutcome(ticket, engine, outcome, final) if final:
+                granted, version = self.grants.get(engine, (None, None))
+                if granted == ticket:
+                    del self.grants[engine]
+                standing = self._standings[engine]
+                if outcome == "applied":
+                    standing.version, standing.ticket, standing.tainted = version, ticket, False
+                elif outcome == "tainted":
+                    standing.version, standing.tainted = None, True
