@@ -41,7 +41,9 @@ def replay(source_map: SourceMap, weights: Weights, parameters: Weights) -> None
         if m.parameter.startswith(ASSEMBLED):
             continue
         source, target, parameter = m.region.source, m.region.target, parameters[m.parameter].detach()
-        read = weights[m.tensor].reshape(-1).clone().as_strided(m.region.extents, source.strides, source.offset)
+        read = (
+            weights[m.tensor].reshape(-1).clone().as_strided(m.region.extents, source.strides, source.offset)
+        )
         start = int(parameter.storage_offset()) + target.offset
         parameter.as_strided(m.region.extents, target.strides, start).copy_(read)
 

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from wbridge.discovery.specs import parameter_spec
+from wbridge.discovery.traced import storage_key
 from wbridge.layout.source_map import SourceMap, TensorSpec
 
 _FORMAT = 1
@@ -71,29 +72,30 @@ def digest_of(
     checkpoint: Mapping[str, TensorSpec],
     tensors: Mapping[str, torch.Tensor],
     load_weights: Callable[..., object],
-    settings: Mapping[str, object],
+    key: Mapping[str, object],
 ) -> str:
     """Return a digest of all that a source map depends on.
 
     The loader counts by its source file and the version of its distribution; what else steers it,
-    such as its place in a mesh or the model's config, must be in `settings`.
+    such as its place in a mesh or the model's config, must be in `key`.
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in (
         {"format": _FORMAT, "torch": str(torch.__version__), "wbridge": _version_of("wbridge")},
         _loader_identity(load_weights),
-        {name: repr(value) for name, value in settings.items()},
+        {name: repr(value) for name, value in key.items()},
         dict(checkpoint),
-        {name: [parameter_spec(t), _sharing(t, tensors)] for name, t in tensors.items()},
+        {name: parameter_spec(tensor) for name, tensor in tensors.items()},
+        _sharing(tensors),
     ):
         digest.update(msgspec.msgpack.encode(part))
     return digest.hexdigest()
 
 
-def _sharing(tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Name the first tensor in the same storage: tied weights give another map."""
-    key = tensor.untyped_storage()._cdata
-    return next(name for name, other in tensors.items() if other.untyped_storage()._cdata == key)
+def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Name for each tensor the first one in the same storage: tied weights give another map."""
+    first: dict[int, str] = {}
+    return [first.setdefault(storage_key(tensor), name) for name, tensor in tensors.items()]
 
 
 def _loader_identity(load_weights: Callable[..., object]) -> dict[str, str]:

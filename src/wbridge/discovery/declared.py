@@ -10,6 +10,7 @@ import torch
 from wbridge.discovery.content import bounds
 from wbridge.discovery.specs import parameter_spec, row_major
 from wbridge.errors import LayoutError
+from wbridge.layout.coverage import uncovered
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, ParameterSpec, SourceMap, TensorSpec
 
@@ -55,16 +56,16 @@ def _source_map(
     mapped: list[Mapped],
     atomic: Iterable[Iterable[str]],
 ) -> SourceMap:
-    fed: dict[str, int] = {}
+    regions: dict[str, list[Region]] = {name: [] for name in specs}
     for m in mapped:
-        fed[m.parameter] = fed.get(m.parameter, 0) + m.region.num_elements
-    sizes = {name: torch.Size(spec.shape).numel() for name, spec in specs.items()}
+        regions[m.parameter].append(m.region)
+    missing = {name: uncovered(spec, regions[name]) for name, spec in specs.items()}
     return SourceMap(
         checkpoint=dict(checkpoint),
         parameters=dict(specs),
         mapped=tuple(mapped),
         atomic=tuple(tuple(names) for names in atomic),
-        unfed=tuple((name, n - fed.get(name, 0)) for name, n in sizes.items() if n > fed.get(name, 0)),
+        unfed=tuple((name, m.num_elements) for name, m in missing.items() if m is not None),
         method="declared",
     )
 

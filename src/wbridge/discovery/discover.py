@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypedDict
 
 import msgspec
 import torch
 
 from wbridge.config import Config
 from wbridge.discovery.cache import Cache, digest_of
+from wbridge.discovery.pointers import Owner
 from wbridge.discovery.probe import probe
 from wbridge.discovery.trace import Discovered, LoadWeights, trace
 from wbridge.discovery.verify import verify
-from wbridge.errors import CoverageError
+from wbridge.errors import CoverageError, InternalError
+from wbridge.layout.coverage import check_coverage
 from wbridge.layout.source_map import ASSEMBLED, SourceMap, TensorSpec
-
-_LOG = logging.getLogger(__name__)
 
 
 def discover(
@@ -28,15 +27,17 @@ def discover(
     load_weights: LoadWeights,
     config: Config,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    owners: Mapping[str, Owner] | None = None,
     atomic: Sequence[Sequence[str]] = (),
     cache_key: Mapping[str, str] | None = None,
     method: Literal["trace", "probe"] = "trace",
 ) -> SourceMap:
     """Find out which checkpoint element each parameter element holds, without touching any of them.
 
-    `buffers` are protected too, and become destinations if the loader feeds them. `atomic` lists
-    tensors that the loader needs in one call. `cache_key` says what steers the loader beside its
-    source, the shapes and dtypes (model config, mesh coordinate, loader options); without it, or
+    `buffers` are protected too, and become destinations if the loader feeds them. `owners` (see
+    `pointers.owners_of`) lets replaced parameters be noticed. `atomic` lists tensors that the loader
+    needs in one call. `cache_key` says what steers the loader beside its source, the shapes and
+    dtypes (model config, mesh coordinate, loader options, versions of what it calls); without it, or
     without `config.cache_dir`, nothing is cached.
 
     Raises:
@@ -44,46 +45,38 @@ def discover(
         CoverageError: the loader leaves elements of a parameter untouched that `config.allow_unfed`
             does not name.
     """
-    buffers = buffers or {}
     cache, digest = None, ""
     if config.cache_dir and cache_key is not None:
+        settings = (method, config.include, config.allow_unfed, config.verify)
+        key = {"atomic": atomic, "settings": settings, "key": sorted(cache_key.items())}
+        tensors = {**parameters, **(buffers or {})}
         cache = Cache(config.cache_dir)
-        settings = {
-            "atomic": atomic,
-            "method": method,
-            "include": config.include,
-            "key": sorted(cache_key.items()),
-        }
-        settings |= {"allow_unfed": config.allow_unfed}
-        digest = digest_of(
-            checkpoint=checkpoint,
-            tensors={**parameters, **buffers},
-            load_weights=load_weights,
-            settings=settings,
-        )
+        digest = digest_of(checkpoint=checkpoint, tensors=tensors, load_weights=load_weights, key=key)
         if (cached := cache.load(digest)) is not None:
             return cached
-    find = trace if method == "trace" else probe
-    found = find(
-        checkpoint=checkpoint,
-        parameters=parameters,
-        load_weights=load_weights,
-        buffers=buffers,
-        atomic=atomic,
-    )
+    worker = _Worker(parameters=parameters, buffers=buffers or {}, load_weights=load_weights)
+    if method == "trace":
+        found = trace(checkpoint=checkpoint, **worker, owners=owners, atomic=atomic)
+    else:
+        found = probe(checkpoint=checkpoint, **worker, atomic=atomic)
     check_fed(found, allow_unfed=config.allow_unfed)
+    unfed = check_coverage(found.source_map, allow_unfed=["*"])
+    if dict(unfed) != dict(found.source_map.unfed):
+        raise InternalError(f"{method} counts unfed elements {found.source_map.unfed}, coverage {unfed}")
     if config.verify != "off":
-        verify(
-            source_map=found.source_map,
-            parameters=parameters,
-            load_weights=load_weights,
-            buffers=buffers,
-            amount=config.verify,
-        )
+        verify(source_map=found.source_map, **worker, amount=config.verify)
     source_map = select(found.source_map, include=config.include)
     if cache is not None:
         cache.store(digest, source_map)
     return source_map
+
+
+class _Worker(TypedDict):
+    """What all ways to discover need."""
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    load_weights: LoadWeights
 
 
 def check_fed(found: Discovered, *, allow_unfed: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ from wbridge.discovery.specs import row_major, tensor_spec
 from wbridge.discovery.traced import Traced, place_of
 from wbridge.discovery.tracer import Tracer
 from wbridge.errors import LayoutError
+from wbridge.layout.algebra import normalize
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, SourceMap, TensorSpec
 
@@ -71,4 +72,5 @@ def _held(name: str, piece: Piece) -> Mapped:
             "what the parameters hold and leave the arithmetic to the receiver's loader"
         )
     region = piece.region
-    return Mapped(piece.origin.tensor, name, Region(region.extents, region.target, region.source))
+    turned = Region(region.extents, region.target, region.source)
+    return Mapped(piece.origin.tensor, name, normalize(turned))

@@ -12,6 +12,7 @@ from wbridge.discovery.specs import parameter_spec
 from wbridge.discovery.trace import Discovered, LoadWeights, distinct
 from wbridge.discovery.traced import num_stored
 from wbridge.errors import LayoutError
+from wbridge.layout.algebra import normalize
 from wbridge.layout.source_map import Mapped, SourceMap, TensorSpec
 
 _UNTOUCHED = -1
@@ -131,4 +132,4 @@ class _Numbering:
         owners, counts = torch.unique_consecutive(owner[order], return_counts=True)
         for part, k in zip(torch.split(order, counts.tolist()), owners.tolist(), strict=True):
             for region in decode(source[part] - self._starts[k], place[part]):
-                yield Mapped(name, self._names[k], region)
+                yield Mapped(name, self._names[k], normalize(region))

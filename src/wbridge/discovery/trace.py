@@ -9,10 +9,12 @@ import torch
 
 from wbridge.discovery.casts import is_one_cast
 from wbridge.discovery.content import Computed, Constant, FromCheckpoint, Piece
+from wbridge.discovery.pointers import Owner
 from wbridge.discovery.specs import dtype_name, parameter_spec, row_major
 from wbridge.discovery.traced import storage_key
 from wbridge.discovery.tracer import Tracer
 from wbridge.errors import LayoutError
+from wbridge.layout.algebra import normalize
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import ASSEMBLED, Mapped, OpaqueTarget, ParameterSpec, SourceMap, TensorSpec
 
@@ -33,19 +35,22 @@ def trace(
     parameters: Mapping[str, torch.Tensor],
     load_weights: LoadWeights,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    owners: Mapping[str, Owner] | None = None,
     atomic: Iterable[Iterable[str]] = (),
 ) -> Discovered:
     """Run `load_weights` once on stand-ins for the whole checkpoint; no live tensor is written.
 
     Names that share one storage view are one destination, under the first name. A buffer is a
-    destination only if the loader feeds it.
+    destination only if the loader feeds it. `owners` (see `pointers.owners_of`) lets a parameter that
+    the loader replaces in its module be noticed and put back.
 
     Raises:
         LayoutError: the loader looks at values, replaces a parameter, or fails on traced tensors.
     """
     live = {**parameters, **(buffers or {})}
     tracer = Tracer(live)
-    _run(tracer, checkpoint, live, (parameters, buffers or {}), load_weights)
+    undo = _Undo(live, (parameters, buffers or {}), owners or {})
+    _run(tracer, checkpoint, undo, load_weights)
     found = _Assembly(checkpoint)
     for name, tensor in distinct(live).items():
         pieces = tracer.pieces(tensor)
@@ -67,20 +72,12 @@ def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _run(
-    tracer: Tracer,
-    checkpoint: Mapping[str, TensorSpec],
-    live: Mapping[str, torch.Tensor],
-    mappings: Iterable[Mapping[str, torch.Tensor]],
-    load_weights: LoadWeights,
+    tracer: Tracer, checkpoint: Mapping[str, TensorSpec], undo: _Undo, load_weights: LoadWeights
 ) -> None:
-    device = next(iter(live.values())).device if live else torch.device("cpu")
-    stand_in_device = torch.device("cpu") if device.type == "meta" else device
-
     def stand_ins() -> Iterator[tuple[str, torch.Tensor]]:
         for name, spec in checkpoint.items():
-            yield name, tracer.checkpoint_tensor(name, spec, stand_in_device)
+            yield name, tracer.checkpoint_tensor(name, spec, undo.device)
 
-    before = {name: (t, t.data, storage_key(t)) for name, t in live.items()}
     try:
         with torch.no_grad(), tracer:
             load_weights(stand_ins())
@@ -94,7 +91,7 @@ def _run(
             "If it works on real ones, use method='probe', or declare the map"
         ) from exc
     finally:
-        replaced = _restore(before, mappings)
+        replaced = undo.restore()
     if tracer.failure is not None:
         raise tracer.failure
     if replaced:
@@ -105,22 +102,38 @@ def _run(
         )
 
 
-def _restore(
-    before: Mapping[str, tuple[torch.Tensor, torch.Tensor, int]],
-    mappings: Iterable[Mapping[str, torch.Tensor]],
-) -> list[str]:
-    """Undo what the loader did to the parameter objects themselves; return the names it did it to."""
-    replaced = []
-    for name, (tensor, data, key) in before.items():
-        if storage_key(tensor) != key:
-            tensor.data = data
-            replaced.append(name)
-        for mapping in mappings:
-            if mapping.get(name, tensor) is not tensor:
-                replaced.append(name)
-                if isinstance(mapping, MutableMapping):
-                    mapping[name] = tensor
-    return replaced
+class _Undo:
+    """The parameter objects as they were before a loader ran."""
+
+    def __init__(
+        self,
+        live: Mapping[str, torch.Tensor],
+        mappings: Iterable[Mapping[str, torch.Tensor]],
+        owners: Mapping[str, Owner],
+    ) -> None:
+        self._before = {name: (t, t.data, storage_key(t)) for name, t in live.items()}
+        self._mappings = tuple(mappings)
+        self._owners = owners
+        device = next(iter(live.values())).device if live else torch.device("cpu")
+        self.device = torch.device("cpu") if device.type == "meta" else device
+
+    def restore(self) -> list[str]:
+        """Put back what the loader replaced; return the names it did it to."""
+        replaced: dict[str, None] = {}
+        for name, (tensor, data, key) in self._before.items():
+            if storage_key(tensor) != key:
+                tensor.data = data
+                replaced[name] = None
+            owner = self._owners.get(name)
+            if owner is not None and getattr(owner.object, owner.attribute, None) is not tensor:
+                setattr(owner.object, owner.attribute, tensor)
+                replaced[name] = None
+            for mapping in self._mappings:
+                if mapping.get(name, tensor) is not tensor:
+                    replaced[name] = None
+                    if isinstance(mapping, MutableMapping):
+                        mapping[name] = tensor
+        return list(replaced)
 
 
 class _Assembly:
@@ -145,7 +158,7 @@ class _Assembly:
         for piece in pieces:
             if isinstance(piece.origin, FromCheckpoint):
                 fed += piece.region.num_elements
-                self._mapped.append(Mapped(name, piece.origin.tensor, piece.region))
+                self._mapped.append(Mapped(name, piece.origin.tensor, normalize(piece.region)))
             elif isinstance(piece.origin, Constant):
                 constant += piece.region.num_elements
         if fed < tensor.numel():
@@ -169,7 +182,8 @@ class _Assembly:
             spec = self._parameters[ASSEMBLED + tensor] = row_major(self._checkpoint[tensor])
             if 0 not in spec.shape:
                 whole = Strided(0, spec.strides)
-                self._mapped.append(Mapped(ASSEMBLED + tensor, tensor, Region(spec.shape, whole, whole)))
+                whole_region = normalize(Region(spec.shape, whole, whole))
+                self._mapped.append(Mapped(ASSEMBLED + tensor, tensor, whole_region))
         return Discovered(
             SourceMap(
                 checkpoint=self._checkpoint,

@@ -95,8 +95,16 @@ def _replay(
                     _random(name, spec, device) if real else tracer.checkpoint_tensor(name, spec, device),
                 )
 
-        with torch.no_grad(), mode:
-            load_weights(weights())
+        try:
+            with torch.no_grad(), mode:
+                load_weights(weights())
+        except LayoutError:
+            raise
+        except Exception as exc:  # foreign code: whatever it raises means that it cannot be replayed
+            raise LayoutError(
+                f"load_weights failed on random data: {type(exc).__name__}: {exc}. If it accepts only real "
+                "weights, set verify = 'off'"
+            ) from exc
         if not is_full and any(tracer.was_written(tensor) for tensor in touched.values()):
             return False
         _compare(source_map, [m for m in mapped if m.tensor in chosen], touched)

@@ -14,11 +14,11 @@ from wbridge.discovery.cache import Cache, digest_of
 from wbridge.discovery.discover import discover
 from wbridge.discovery.specs import specs_of
 from wbridge.layout.region import Region, Strided
-from wbridge.layout.source_map import Mapped, OpaqueTarget, SourceMap, TensorSpec
+from wbridge.layout.source_map import Mapped, OpaqueTarget, ParameterSpec, SourceMap, TensorSpec
 
 MAP = SourceMap(
     checkpoint={"a": TensorSpec((2,), "float32")},
-    parameters={},
+    parameters={"p": ParameterSpec((10,), (1,), "float32")},
     mapped=(Mapped("p", "a", Region((2,), Strided(0, (1,)), Strided(4, (2,)))),),
     opaque=(OpaqueTarget("q", ("a",), "add"),),
     atomic=(("a", "b"),),
@@ -68,7 +68,7 @@ def digest(**changes: object) -> str:
         "checkpoint": {"a": TensorSpec((2,), "float32")},
         "tensors": {"p": torch.zeros(2), "q": torch.zeros(2)},
         "load_weights": load_one,
-        "settings": {"mesh": "0/2"},
+        "key": {"mesh": "0/2"},
     }
     return digest_of(**(question | changes))  # type: ignore[arg-type]  # one key is replaced
 
@@ -83,7 +83,7 @@ def test_digest_depends_on_everything_that_steers_the_loader() -> None:
         digest(tensors={"p": shared, "q": shared}),
         digest(load_weights=load_two),
         digest(load_weights=Owner().load_weights),
-        digest(settings={"mesh": "1/2"}),
+        digest(key={"mesh": "1/2"}),
     ]
     assert digest() == digest()
     assert len({digest(), *others}) == len(others) + 1

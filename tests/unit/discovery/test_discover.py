@@ -10,6 +10,7 @@ import torch
 from tests.models.replay import Weights, bits, from_dict, replay
 from wbridge.config import Config
 from wbridge.discovery.discover import discover
+from wbridge.discovery.pointers import owners_of
 from wbridge.discovery.specs import specs_of
 from wbridge.errors import CoverageError, LayoutError
 from wbridge.layout.source_map import SourceMap
@@ -24,7 +25,7 @@ def run(
     **settings: object,
 ) -> SourceMap:
     """Discover with full verification; the rest of the settings go to `Config` or `discover`."""
-    own = {name: settings.pop(name) for name in ("buffers", "atomic", "method") if name in settings}
+    own = {name: settings.pop(name) for name in ("buffers", "owners", "atomic", "method") if name in settings}
     return discover(
         checkpoint=specs_of(weights),
         parameters=parameters,
@@ -298,12 +299,18 @@ def test_c33_loader_that_replaces_the_parameter_object_is_refused() -> None:
 
     def load(t: Weights) -> None:
         module.weight = torch.nn.Parameter(t["weight"].clone())
-        parameters["weight"] = module.weight
 
     before = module.weight
     with pytest.raises(LayoutError, match=r"replaces 1 parameters.*'weight'"):
-        run({"weight": torch.randn(2, 3)}, parameters, load)
-    assert parameters["weight"] is before
+        run({"weight": torch.randn(2, 3)}, parameters, load, owners=owners_of(module, parameters))
+    assert module.weight is before
+
+
+def test_c34_loader_that_fills_a_stale_copy_is_refused() -> None:
+    w = {"p": ones(2, 3)}
+    cached = {"p": w["p"].clone()}
+    with pytest.raises(CoverageError, match=r"'p' \(6 elements\)"):
+        run({"p": torch.randn(2, 3)}, w, lambda t: cached["p"].copy_(t["p"]))
 
 
 def test_c37_scales_travel_raw_and_a_packed_scale_is_opaque() -> None:

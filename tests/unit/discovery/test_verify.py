@@ -61,8 +61,7 @@ def test_wrong_map_is_refused_with_parameter_and_index() -> None:
         return w["p"].copy_(t["x"])
 
     right = traced({"x": torch.zeros(6, 6)}, w, load).source_map
-    (m,) = right.mapped
-    wrong = Mapped("p", "x", Region((6, 6), Strided(0, (1, 6)), m.region.target))
+    wrong = Mapped("p", "x", Region((6, 6), Strided(0, (1, 6)), Strided(0, (6, 1))))
     with pytest.raises(
         LayoutError,
         match=r"wrong for parameter 'p': element \(0, 1\) should hold .* of checkpoint tensor 'x'",
@@ -123,3 +122,17 @@ def test_opaque_targets_are_not_compared_and_meta_parameters_skipped() -> None:
     assert torch.equal(bits(w["p"]), bits(torch.ones(2)))
     meta = {name: tensor.to("meta") for name, tensor in w.items()}
     assert verify(source_map=source_map, parameters=meta, load_weights=from_dict(load)) == 0
+
+
+def test_loader_that_rejects_random_data_is_named_with_the_remedy() -> None:
+    w = {"p": torch.ones(2)}
+
+    def load(t: Weights) -> object:
+        if type(t["x"]) is torch.Tensor:
+            raise ValueError("not a probability")
+        return w["p"].copy_(t["x"])
+
+    source_map = traced({"x": torch.zeros(2)}, w, load).source_map
+    with pytest.raises(LayoutError, match=r"random data: ValueError: not a probability.*verify = 'off'"):
+        verify(source_map=source_map, parameters=w, load_weights=from_dict(load))
+    assert torch.equal(w["p"], torch.ones(2))
