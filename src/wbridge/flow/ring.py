@@ -1,0 +1,262 @@
+"""ReceiverRing: who may write which slot of one receiver, and when a slot is free again.
+
+A slot is FREE, FILLING (credits are out), READY (the group is whole), DRAINING (being applied), or
+QUARANTINED (some credited writer may still write), and only a FREE one is credited. Events in, actions out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from wbridge.flow.actions import GiveCredit, GroupReady, ReplaceSlot, RingAction, TakeBack, ToLeader
+from wbridge.flow.barrier import Barrier
+from wbridge.flow.messages import Arrived, Landed, Stopped, Vacant
+
+State = Literal["free", "filling", "ready", "draining", "quarantined", "replacing"]
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """One group of a ticket: the writer of each piece, and the stage whose slots it uses."""
+
+    writers: tuple[str, ...]
+    stage: int = 1
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.state: State = "free"
+        self.ticket = 0
+        self.group = -1
+        self.barrier: Barrier[int] = Barrier(())
+        self.may_write: set[tuple[str, int]] = set()  # (writer, piece) credited, neither written nor stopped
+
+
+class _Grant:
+    """The ticket that this ring is taking."""
+
+    def __init__(self, ticket: int, groups: Sequence[Incoming]) -> None:
+        self.ticket = ticket
+        self.writers = [list(group.writers) for group in groups]
+        self.queues: dict[int, list[int]] = {}  # stage -> groups not credited yet, in order
+        for index, group in enumerate(groups):
+            self.queues.setdefault(group.stage, []).append(index)
+        self.num_undrained = len(groups)
+        self.num_unready = len(groups)
+
+
+class ReceiverRing:
+    """The slots of one receiver. Groups take the slots of their stage in order, round and round.
+
+    `num_slots` gives the slots of each stage; slot numbers run through the stages in ascending order.
+    """
+
+    def __init__(self, num_slots: Mapping[int, int] | int) -> None:
+        stages = {1: num_slots} if isinstance(num_slots, int) else dict(num_slots)
+        self._stage_slots: dict[int, range] = {}
+        start = 0
+        for stage, count in sorted(stages.items()):
+            self._stage_slots[stage] = range(start, start + count)
+            start += count
+        self._slots = [_Slot() for _ in range(start)]
+        self._next = dict.fromkeys(self._stage_slots, 0)  # per stage: position of the next group
+        self._grant: _Grant | None = None
+        self._num_ended = 0
+        self._told_vacant = -1
+        self._newest = 0
+        self._stops: dict[int, set[tuple[str, int]]] = {}  # ticket -> (writer, group or -1), while it matters
+        self._dead: set[str] = set()
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        return tuple(slot.state for slot in self._slots)
+
+    def start(self) -> list[RingAction]:
+        """The ring's memory is there: tell the leader."""
+        return self._go_on([])
+
+    def grant(self, ticket: int, groups: Sequence[Incoming]) -> list[RingAction]:
+        """Take a grant: credit its first groups. Tickets only go up; the earlier grant has ended."""
+        assert self._grant is None and ticket > self._newest, f"ticket {ticket} granted after {self._newest}"
+        self._newest = ticket
+        self._grant = _Grant(ticket, groups)
+        out: list[RingAction] = []
+        if not groups:
+            out.append(ToLeader(Landed(ticket)))
+            self._end_grant()
+        return self._go_on(out)
+
+    def arrived(self, writer: str, message: Arrived) -> list[RingAction]:
+        """A piece is in its slot. A second, stale or foreign arrival changes nothing."""
+        slot = self._find(message.ticket, message.group)
+        if slot is None:
+            return []
+        slot.may_write.discard((writer, message.piece))
+        out: list[RingAction] = []
+        if slot.state == "filling" and slot.barrier.arrive(message.piece):
+            self._ready_if_whole(slot, out)
+        return self._go_on(out)
+
+    def stopped(self, writer: str, message: Stopped) -> list[RingAction]:
+        """The writer writes no more for the ticket, or for one group of it. It may overtake anything."""
+        held = any(slot.ticket == message.ticket for slot in self._slots)
+        if message.ticket > self._newest or held or self._current == message.ticket:
+            self._stops.setdefault(message.ticket, set()).add((writer, message.group))
+        for slot in self._slots:
+            if slot.ticket == message.ticket and message.group in (-1, slot.group):
+                self._clear(slot, writer)
+        return self._go_on([])
+
+    def writer_dead(self, writer: str) -> list[RingAction]:
+        """Proof that the writer writes no more, nowhere."""
+        self._dead.add(writer)
+        for slot in self._slots:
+            self._clear(slot, writer)
+        return self._go_on([])
+
+    def taken_back(self, slot: int, ticket: int, writer: str) -> list[RingAction]:
+        """The transport proves that the writer will not touch this slot for this ticket any more."""
+        if self._slots[slot].ticket == ticket:
+            self._clear(self._slots[slot], writer)
+        return self._go_on([])
+
+    def reassign(self, ticket: int, group: int, piece: int, writer: str) -> list[RingAction]:
+        """Another writer brings this piece; it keeps its slot, which waits for both to write or stop."""
+        if self._grant is None or self._grant.ticket != ticket:
+            return []
+        self._grant.writers[group][piece] = writer
+        slot = self._find(ticket, group)
+        out: list[RingAction] = []
+        if slot is not None and slot.state == "filling" and piece in slot.barrier.missing:
+            self._credit_piece(self._slots.index(slot), piece, out)
+        return out
+
+    def abort(self, ticket: int) -> list[RingAction]:
+        """Void this ticket, and it alone. Slots that may still be written are quarantined."""
+        if self._grant is None or self._grant.ticket != ticket:
+            return []
+        out: list[RingAction] = []
+        for index, slot in enumerate(self._slots):
+            if slot.ticket == ticket and slot.state in ("filling", "ready"):
+                self._vacate(index, out)
+        self._end_grant()
+        return self._go_on(out)
+
+    def draining(self, slot: int) -> None:
+        """The group in this slot is being applied: its memory is read."""
+        assert self._slots[slot].state == "ready", f"slot {slot} is {self._slots[slot].state}, not ready"
+        self._slots[slot].state = "draining"
+
+    def drained(self, slot: int) -> list[RingAction]:
+        """The transfer out of the slot has stopped (not: its waiter has left)."""
+        drained = self._slots[slot]
+        assert drained.state == "draining", f"slot {slot} is {drained.state}, not draining"
+        out: list[RingAction] = []
+        current = self._grant is not None and self._grant.ticket == drained.ticket
+        self._vacate(slot, out)
+        if current and self._grant is not None:
+            self._grant.num_undrained -= 1
+            if not self._grant.num_undrained:
+                self._end_grant()
+        return self._go_on(out)
+
+    def abandon(self, slot: int, ticket: int) -> list[RingAction]:
+        """`fence_timeout_s` has passed without proof: the slot gets other memory."""
+        late = self._slots[slot]
+        if late.state != "quarantined" or late.ticket != ticket:
+            return []  # proof came in time
+        late.state, late.ticket, late.group = "replacing", 0, -1
+        late.may_write.clear()
+        return [ReplaceSlot(slot)]
+
+    def replaced(self, slot: int) -> list[RingAction]:
+        """The slot has new memory that nobody else can reach."""
+        assert self._slots[slot].state == "replacing", f"slot {slot} is {self._slots[slot].state}"
+        self._slots[slot].state = "free"
+        return self._go_on([])
+
+    # What follows from the state -----------------------------------------------------------------------
+
+    @property
+    def _current(self) -> int:
+        return 0 if self._grant is None else self._grant.ticket
+
+    def _find(self, ticket: int, group: int) -> _Slot | None:
+        for slot in self._slots:
+            if (slot.ticket, slot.group) == (ticket, group):
+                return slot
+        return None
+
+    def _go_on(self, out: list[RingAction]) -> list[RingAction]:
+        """Free what may be freed, credit the same ticket's next groups, tell the leader of vacancy."""
+        for slot in self._slots:
+            if slot.state == "quarantined" and not slot.may_write:
+                slot.state, slot.ticket, slot.group = "free", 0, -1
+        if self._grant is not None:
+            for stage, queue in self._grant.queues.items():
+                self._credit(stage, queue, out)
+        kept = {slot.ticket for slot in self._slots} | {self._current}
+        for ticket in [t for t in self._stops if t <= self._newest and t not in kept]:
+            del self._stops[ticket]
+        vacant = self._grant is None and all(slot.state == "free" for slot in self._slots)
+        if vacant and self._told_vacant < self._num_ended:
+            self._told_vacant = self._num_ended
+            out.append(ToLeader(Vacant(self._num_ended)))
+        return out
+
+    def _credit(self, stage: int, queue: list[int], out: list[RingAction]) -> None:
+        assert self._grant is not None, "credits without a grant"
+        slots = self._stage_slots[stage]
+        while queue:
+            index = slots[self._next[stage] % len(slots)]
+            slot = self._slots[index]
+            if slot.state != "free":
+                return
+            self._next[stage] += 1
+            group = queue.pop(0)
+            slot.state, slot.ticket, slot.group = "filling", self._grant.ticket, group
+            slot.barrier = Barrier(range(len(self._grant.writers[group])))
+            for piece in range(len(self._grant.writers[group])):
+                self._credit_piece(index, piece, out)
+            self._ready_if_whole(slot, out)
+
+    def _credit_piece(self, index: int, piece: int, out: list[RingAction]) -> None:
+        assert self._grant is not None, "a credit without a grant"
+        slot = self._slots[index]
+        writer = self._grant.writers[slot.group][piece]
+        stops = self._stops.get(slot.ticket, set())
+        if writer in self._dead or (writer, -1) in stops or (writer, slot.group) in stops:
+            return  # it would never write, and never say so again
+        slot.may_write.add((writer, piece))
+        out.append(GiveCredit(writer, slot.ticket, slot.group, piece, index))
+
+    def _ready_if_whole(self, slot: _Slot, out: list[RingAction]) -> None:
+        if not slot.barrier.complete or self._grant is None:
+            return
+        slot.state = "ready"
+        out.append(GroupReady(slot.ticket, slot.group, self._slots.index(slot)))
+        self._grant.num_unready -= 1
+        if not self._grant.num_unready:
+            out.append(ToLeader(Landed(slot.ticket)))
+
+    def _vacate(self, index: int, out: list[RingAction]) -> None:
+        """The slot's content is not needed any more."""
+        slot = self._slots[index]
+        slot.barrier = Barrier(())
+        slot.state = "quarantined"
+        if slot.may_write:
+            writers = tuple(sorted({writer for writer, _ in slot.may_write}))
+            out.append(TakeBack(index, slot.ticket, writers))
+
+    def _clear(self, slot: _Slot, writer: str) -> None:
+        slot.may_write = {(who, piece) for who, piece in slot.may_write if who != writer}
+
+    def _end_grant(self) -> None:
+        """Positions advance over an aborted ticket as if it had been taken in full: only we use them."""
+        assert self._grant is not None, "no grant to end"
+        for stage, queue in self._grant.queues.items():
+            self._next[stage] += len(queue)
+        self._grant = None
+        self._num_ended += 1
