@@ -36,7 +36,7 @@ from wbridge.plan.geometry import Geometry
 
 Job = tuple[dict[WorkerId, SourceMap], dict[WorkerId, str], Config]
 
-HOLDINGS = ("chunk", "replica", "grid", "pairs", "uneven copies", "first only")
+HOLDINGS = ("chunk", "replica", "grid", "pairs", "uneven copies", "first only", "interleaved", "doubled")
 NEEDS = ("chunk", "replica", "fused", "transposed", "every other", "repeated", "grid")
 
 
@@ -54,13 +54,26 @@ def jobs(draw: st.DrawFn) -> Job:
         dim = draw(st.integers(0, max(0, len(shape) - 1)))
         for worker, builder in builders.items():
             if worker.role == "trainer":
-                box = _held_box(held, shape, worker.rank, num_trainers, dim)
-                builder.box(f"t{number}", shape, box, dtype=dtypes[0])
+                _hold(builder, held, f"t{number}", shape, worker.rank, num_trainers, dim, dtypes[0])
             else:
                 _need(builder, needed, f"t{number}", shape, worker.rank, num_rollouts, dim, dtypes[1])
     maps = {worker: builder.build() for worker, builder in builders.items()}
     hosts = {worker: draw(st.sampled_from(("a", "b"))) for worker in maps}
     return maps, hosts, Config(slot_nbytes=draw(st.integers(8, 200)))
+
+
+def _hold(
+    builder: MapBuilder, kind: str, tensor: str, shape: list[int], rank: int, size: int, dim: int, dtype: str
+) -> None:
+    num_elements = math.prod(shape)
+    if kind == "interleaved" and num_elements > rank:
+        count = -(-(num_elements - rank) // size)
+        builder.region(tensor, shape, Region((count,), Strided(rank, (size,)), Strided(2, (2,))), dtype=dtype)
+    elif kind == "doubled":
+        twice = Region((2, num_elements), Strided(0, (0, 1)), Strided(0, (num_elements, 1)))
+        builder.region(tensor, shape, twice, dtype=dtype)
+    elif kind != "interleaved":
+        builder.box(tensor, shape, _held_box(kind, shape, rank, size, dim), dtype=dtype)
 
 
 def _held_box(kind: str, shape: list[int], rank: int, size: int, dim: int) -> Box:
