@@ -186,7 +186,7 @@ class GiveCredit(msgspec.Struct, frozen=True):
 
 
 class GroupReady(msgspec.Struct, frozen=True):
-    """All pieces of the group are in `slot`. To take it into use call `draining(slot)`."""
+    """All pieces of the group are in `slot`. Before reading it call `draining(slot, ticket)`."""
 
     ticket: int
     group: int

@@ -230,7 +230,7 @@ class Leader:
         return self._go_on(out)
 
     def worker_lost(self, worker: int, reason: str) -> list[LeaderAction]:
-        """A worker is gone, and the engine with it. Before a commit the others hear first that they are clean."""
+        """A worker is gone, and the engine with it. Before a commit the others are released first."""
         if self._broken:
             return []
         why = f"worker {worker} is lost: {reason}"

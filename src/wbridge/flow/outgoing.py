@@ -42,11 +42,11 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._sources: dict[int, _Source] = {}
-        self._newest = 0
+        self._announced = 0  # every ticket up to here that is not in `_sources` is over
 
     def announced(self, ticket: int) -> list[OutgoingAction]:
         """A ticket exists; its source is ready. Tickets are announced in order."""
-        self._newest = max(self._newest, ticket)
+        self._announced = max(self._announced, ticket)
         self._sources.setdefault(ticket, _Source())
         return []
 
@@ -65,9 +65,8 @@ class Outgoing:
 
     def credit(self, receiver: str, ticket: int, group: int, piece: int) -> list[OutgoingAction]:
         """The receiver lets us write this piece, once. It may overtake the grant; a void one is dropped."""
-        if ticket > self._newest:
-            self._newest = ticket
-            self._sources[ticket] = _Source()
+        if ticket > self._announced:
+            self._sources.setdefault(ticket, _Source())
         source = self._sources.get(ticket)
         if source is None:
             return []

@@ -78,11 +78,12 @@ class ReceiverRing:
         return self._go_on([])
 
     def grant(self, ticket: int, groups: Sequence[Incoming]) -> list[RingAction]:
-        """Take a grant: credit its first groups. Tickets only go up; the earlier grant has ended."""
-        assert self._grant is None and ticket > self._newest, f"ticket {ticket} granted after {self._newest}"
+        """Take a grant: credit its first groups. Tickets only go up; what is left of an earlier one is void."""
+        assert ticket > self._newest, f"ticket {ticket} granted after {self._newest}"
+        out: list[RingAction] = []
+        self._void(out)
         self._newest = ticket
         self._grant = _Grant(ticket, groups)
-        out: list[RingAction] = []
         if not groups:
             out.append(ToLeader(Landed(ticket)))
             self._end_grant()
@@ -138,16 +139,31 @@ class ReceiverRing:
         if self._grant is None or self._grant.ticket != ticket:
             return []
         out: list[RingAction] = []
-        for index, slot in enumerate(self._slots):
-            if slot.ticket == ticket and slot.state in ("filling", "ready"):
-                self._vacate(index, out)
-        self._end_grant()
+        self._void(out)
         return self._go_on(out)
 
-    def draining(self, slot: int) -> None:
-        """The group in this slot is being applied: its memory is read."""
-        assert self._slots[slot].state == "ready", f"slot {slot} is {self._slots[slot].state}, not ready"
-        self._slots[slot].state = "draining"
+    def renew(self) -> list[RingAction]:
+        """A new epoch: the grant is void, counts and stops start again, quarantined slots stay so.
+
+        Their `TakeBack` is given anew, for ticket 0: nothing of the old epoch can free them but proof.
+        """
+        out: list[RingAction] = []
+        self._void([])
+        for index, slot in enumerate(self._slots):
+            slot.ticket, slot.group = 0, -1
+            if slot.state == "quarantined" and slot.may_write:
+                out.append(self._take_back(index))
+        self._num_ended, self._told_vacant, self._newest = 0, -1, 0
+        self._stops.clear()
+        self._dead.clear()
+        return self._go_on(out)
+
+    def draining(self, slot: int, ticket: int) -> bool:
+        """The group in this slot is about to be read. False: its ticket was aborted, leave it alone."""
+        ready = self._slots[slot].state == "ready" and self._slots[slot].ticket == ticket
+        if ready:
+            self._slots[slot].state = "draining"
+        return ready
 
     def drained(self, slot: int) -> list[RingAction]:
         """The transfer out of the slot has stopped (not: its waiter has left)."""
@@ -247,11 +263,22 @@ class ReceiverRing:
         slot.barrier = Barrier(())
         slot.state = "quarantined"
         if slot.may_write:
-            writers = tuple(sorted({writer for writer, _ in slot.may_write}))
-            out.append(TakeBack(index, slot.ticket, writers))
+            out.append(self._take_back(index))
+
+    def _take_back(self, index: int) -> TakeBack:
+        slot = self._slots[index]
+        return TakeBack(index, slot.ticket, tuple(sorted({writer for writer, _ in slot.may_write})))
 
     def _clear(self, slot: _Slot, writer: str) -> None:
         slot.may_write = {(who, piece) for who, piece in slot.may_write if who != writer}
+
+    def _void(self, out: list[RingAction]) -> None:
+        if self._grant is None:
+            return
+        for index, slot in enumerate(self._slots):
+            if slot.ticket == self._grant.ticket and slot.state in ("filling", "ready"):
+                self._vacate(index, out)
+        self._end_grant()
 
     def _end_grant(self) -> None:
         """Positions advance over an aborted ticket as if it had been taken in full: only we use them."""
