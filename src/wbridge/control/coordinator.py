@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import secrets
 import ssl
 from collections.abc import Mapping
@@ -159,13 +160,23 @@ class Coordinator:
     async def _join(self, member: Member, message: Join) -> None:
         if member.joined is not None:
             raise ProtocolError(f"{member} joined twice on one connection")
-        try:
-            source_map = await anyio.to_thread.run_sync(
-                functools.partial(msgspec.msgpack.decode, message.source_map, type=SourceMap)
-            )
-        except msgspec.MsgspecError as exc:
-            raise ProtocolError(f"{member} sent no source map: {exc}") from exc
+        digest = (await anyio.to_thread.run_sync(hashlib.sha256, message.source_map)).digest()
+        source_map = self._membership.find_map(digest)
+        if source_map is None:
+            try:
+                source_map = await anyio.to_thread.run_sync(_decode_map, message.source_map)
+            except msgspec.MsgspecError as exc:
+                raise ProtocolError(f"{member} sent no source map: {exc}") from exc
         member.joined = Joined(
-            source_map, message.transport_address, message.lockstep_address, anyio.current_time()
+            source_map=source_map,
+            digest=digest,
+            transport_address=message.transport_address,
+            lockstep_address=message.lockstep_address,
+            since_s=anyio.current_time(),
+            patience_s=message.patience_s or self._config.connect_timeout_s,
         )
         self._epochs.changed()
+
+
+def _decode_map(encoded: bytes) -> SourceMap:
+    return msgspec.msgpack.decode(encoded, type=SourceMap)

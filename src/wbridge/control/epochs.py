@@ -155,11 +155,11 @@ class Epochs:
         return max(joined_of(member).since_s, self._idle_since_s)
 
     def _next_deadline_s(self) -> float:
-        since = [self._since_s(member) for member in self._waiting()]
-        if not since:
-            return math.inf
-        limit_s = self._config.connect_timeout_s
-        return min(since) + (limit_s if self._named_missing else min(QUIET_S, limit_s))
+        waiting = self._waiting()
+        deadlines = [self._since_s(m) + joined_of(m).patience_s for m in waiting]
+        if not self._named_missing:
+            deadlines += [self._since_s(m) + QUIET_S for m in waiting]
+        return min(deadlines, default=math.inf)
 
     def _name_missing(self) -> None:
         now_s = anyio.current_time()
@@ -168,11 +168,10 @@ class Epochs:
             _log.info("still waiting for members", extra={"missing": self.missing()})
 
     def _expire_waiting(self) -> None:
-        limit_s = self._config.connect_timeout_s
-        expired = [m for m in self._waiting() if self._since_s(m) + limit_s <= anyio.current_time()]
-        missing = self.missing()
-        for member in expired:
-            self.reject(member, BarrierTimeout(_late_text(member, limit_s, missing), missing))
+        now_s, missing = anyio.current_time(), self.missing()
+        for member in self._waiting():
+            if self._since_s(member) + joined_of(member).patience_s <= now_s:
+                self.reject(member, BarrierTimeout(_late_text(member, missing), missing))
 
     async def _plan(self, roster: Roster) -> Slices | None:
         """Plan in a worker thread while an old epoch keeps serving. None: the newcomers were rejected."""
@@ -208,10 +207,9 @@ class Epochs:
             text = (
                 f"engine {engine!r} still holds version {version}, {limit_s:g} s after its epoch was to end"
             )
+            error = BarrierTimeout(f"{text}; poll more often, or raise update_timeout_s", [engine])
             for member in live.cohort.roster.engines[engine]:
-                self.reject(
-                    member, BarrierTimeout(f"{text}; poll more often or raise update_timeout_s", [engine])
-                )
+                self.reject(member, error)
         live.stop()
         self._next_ticket = live.next_ticket
         self._live = None
@@ -227,14 +225,14 @@ class Epochs:
             member.lease.post(epoch_start(opening.epoch, member.worker, roster, slices))
         with anyio.move_on_after(self._config.connect_timeout_s):
             await self.wait_until(lambda: opening.is_ready or bool(opening.lost))
-        self._opening = None
-        if opening.is_ready and not opening.lost:
+        went_well = opening.is_ready and not opening.lost
+        if went_well:
             self._go_live(opening)
-            return True
-        if not opening.lost:
+        elif not opening.lost:
             self._reject_late(opening)
+        self._opening = None
         self._idle_since_s = anyio.current_time()
-        return False
+        return went_well
 
     def _go_live(self, opening: Cohort) -> None:
         self._named_missing = False
@@ -252,13 +250,13 @@ class Epochs:
             name = str(member.worker)
             text = f"{name} was not ready for epoch {opening.epoch} within {limit_s:g} s"
             self.reject(member, BarrierTimeout(f"{text}; raise connect_timeout_s", [name]))
-            opening.tell(WorkerLost(member.worker, text))
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await self._changed.wait()
 
 
-def _late_text(member: Member, limit_s: float, missing: tuple[str, ...]) -> str:
+def _late_text(member: Member, missing: tuple[str, ...]) -> str:
     names = ", ".join(missing) or "the running epoch to end"
-    return f"{member.worker} waited {limit_s:g} s for {names}; start them, or raise connect_timeout_s"
+    waited = f"{member.worker} waited {joined_of(member).patience_s:g} s for {names}"
+    return f"{waited}; start them, or raise connect_timeout_s"

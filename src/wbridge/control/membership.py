@@ -18,12 +18,14 @@ MAX_NAMED = 32
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """What a member contributes to a plan, and since when it waits for one (loop time)."""
+    """What a member contributes to a plan, and since when (loop time) and how long it waits for one."""
 
     source_map: SourceMap
+    digest: bytes
     transport_address: bytes
     lockstep_address: str
     since_s: float
+    patience_s: float
 
 
 class Member:
@@ -74,6 +76,13 @@ class Membership:
     def add(self, member: Member) -> None:
         """Add a member that passed `check`."""
         self._members[member.worker] = member
+
+    def find_map(self, digest: bytes) -> SourceMap | None:
+        """Return the map that a member has described in the same bytes, as replicas of an engine do."""
+        for member in self._members.values():
+            if member.joined is not None and member.joined.digest == digest:
+                return member.joined.source_map
+        return None
 
     def remove(self, member: Member) -> bool:
         """Remove a member. False: it was not one any more."""

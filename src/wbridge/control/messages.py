@@ -64,6 +64,12 @@ class Introduce(_Frame, frozen=True):
     epoch: Epoch
 
 
+class Follow(_Frame, frozen=True):
+    """Leader -> workers of its engine: nothing of the old membership is under way, go into this epoch."""
+
+    epoch: Epoch
+
+
 # Worker <-> coordinator ----------------------------------------------------------------------------
 
 
@@ -94,11 +100,16 @@ class Welcome(_Frame, frozen=True):
 
 
 class Join(_Frame, frozen=True):
-    """The worker can be planned for. `source_map` is a msgpack-encoded `SourceMap`."""
+    """The worker can be planned for. `source_map` is a msgpack-encoded `SourceMap`.
+
+    If no epoch has started with it after `patience_s`, the worker is told who was missing; 0 means the
+    coordinator's `connect_timeout_s`.
+    """
 
     source_map: bytes
     transport_address: bytes
     lockstep_address: str = ""
+    patience_s: float = 0.0
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -233,6 +244,7 @@ Message: TypeAlias = (
     | Accepted
     | Rejected
     | Introduce
+    | Follow
     | Hello
     | Welcome
     | Join

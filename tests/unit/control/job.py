@@ -17,6 +17,7 @@ from wbridge.control.connection import split_address
 from wbridge.control.coordinator import Coordinator
 from wbridge.control.lease import LeasedConnection
 from wbridge.control.messages import (
+    Committed,
     EpochLive,
     EpochReady,
     EpochStart,
@@ -71,6 +72,7 @@ class Worker:
         origins: dict[str, str] | None = None,
         token: str = "",
         host: str = "host",
+        committed: Committed | None = None,
     ) -> None:
         self.id = worker
         self.config = config or Config(connect_timeout_s=5.0)
@@ -78,6 +80,7 @@ class Worker:
         self.address = address
         self.token = token or f"process of {worker}"
         self.host = host
+        self.committed = committed
         self.epoch: Epoch | None = None
         self.start: EpochStart | None = None
         self.welcome: Welcome
@@ -93,6 +96,7 @@ class Worker:
             host=self.host,
             process_token=self.token,
             secret=SECRET,
+            committed=self.committed,
         )
         self.config = adopt(self.config, self.welcome.job)
         self.lease = LeasedConnection(connection, self.welcome.heartbeat_s)
