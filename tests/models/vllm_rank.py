@@ -30,10 +30,12 @@ def vllm_rank(
     tensor_parallel: int = 1,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    rendezvous: str = "",
 ) -> Iterator[torch.nn.Module]:
     """Build the model that rank `rank` of `tensor_parallel` would have, with uninitialised weights.
 
-    Building and loading use no collectives, so a group of one that reports another size is enough.
+    Building and loading use no collectives, so a group of one that reports another size is enough;
+    with `rendezvous` the group is real, and every rank must be built in a process of its own.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -54,10 +56,13 @@ def vllm_rank(
     ).create_engine_config()
     engine_config.parallel_config.tensor_parallel_size = tensor_parallel
     with set_current_vllm_config(engine_config):
+        real_size, real_rank = (tensor_parallel, rank) if rendezvous else (1, 0)
         if not torch.distributed.is_initialized():
-            address = f"file://{directory}/rendezvous"
-            parallel_state.init_distributed_environment(1, 0, address, 0, backend="gloo")
-        parallel_state.initialize_model_parallel(1)
+            address = rendezvous or f"file://{directory}/rendezvous"
+            parallel_state.init_distributed_environment(
+                real_size, real_rank, address, real_rank, backend="gloo"
+            )
+        parallel_state.initialize_model_parallel(real_size)
         group = parallel_state.get_tp_group()
         group.world_size, group.rank_in_group = tensor_parallel, rank
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -13,11 +16,13 @@ from tests.models.vllm_rank import close_vllm, vllm_rank
 from wbridge.config import Config
 from wbridge.discovery.discover import discover
 from wbridge.discovery.pointers import bind, owners_of
+from wbridge.discovery.trace import trace
 from wbridge.layout.source_map import SourceMap
 
 pytestmark = pytest.mark.backend
 pytest.importorskip("vllm")
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY_PADDED_BY = 6  # from 250 to a multiple of 64
 
 
@@ -75,12 +80,48 @@ def test_trace_equals_probe(architecture: str, tmp_path: Path) -> None:
             expected, found = indices(probed), indices(traced)
             assert expected.keys() == found.keys()
             assert all(torch.equal(expected[name], found[name]) for name in expected)
+            assert set(traced.mapped) == set(probed.mapped)
             assert len(traced.mapped) == len(checkpoint)
             assert traced.unfed == probed.unfed
             assert not traced.opaque
             padding = VOCABULARY_PADDED_BY * config["hidden_size"]
             embeddings = {"model.embed_tokens.weight", "lm_head.weight"} & set(traced.parameters)
             assert dict(traced.unfed) == (dict.fromkeys(embeddings, padding) if rank == size - 1 else {})
+
+
+REAL_RANK = """
+import sys
+from pathlib import Path
+import msgspec
+from tests.models.checkpoints import checkpoint_of, tiny_config
+from tests.models.vllm_rank import close_vllm, vllm_rank
+from wbridge.discovery.trace import trace
+directory, rank = Path(sys.argv[1]), int(sys.argv[2])
+config = tiny_config("qwen3_moe")
+at = f"file://{directory}/meeting"
+with vllm_rank(config, directory / str(rank), rank=rank, tensor_parallel=2, rendezvous=at) as model:
+    found = trace(
+        checkpoint=checkpoint_of(config), parameters=dict(model.named_parameters()), load_weights=model.load_weights
+    )
+(directory / f"{rank}.map").write_bytes(msgspec.msgpack.encode(found.source_map))
+close_vllm()
+"""
+
+
+@pytest.mark.process
+def test_rank_built_alone_is_the_rank_of_a_real_group(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", REAL_RANK, str(tmp_path), str(rank)] for rank in range(2)]
+    workers = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+    assert [worker.wait(timeout=55) for worker in workers] == [0, 0]
+    config = tiny_config("qwen3_moe")
+    for rank in range(2):
+        real = msgspec.msgpack.decode((tmp_path / f"{rank}.map").read_bytes(), type=SourceMap)
+        with vllm_rank(config, tmp_path, rank=rank, tensor_parallel=2) as model:
+            parameters = dict(model.named_parameters())
+            alone = trace(
+                checkpoint=checkpoint_of(config), parameters=parameters, load_weights=model.load_weights
+            )
+        assert real == alone.source_map
 
 
 def test_parameters_on_meta_need_no_memory(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def put_moves(
     func: object, target: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Move] | None:
     """Return the moves of a call that writes into `target`, or None when it computes."""
-    if func is aten.copy_.default:
+    if func in (aten.copy_.default, aten.fill_.Tensor):
         return [(target, args[1].expand(target.shape))]
     if func is aten.cat.out:
         return list(_cat(target, *args))

@@ -144,11 +144,11 @@ def num_stored(tensor: torch.Tensor) -> int:
 
 
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the strided tensors among the arguments of an operator, those in lists included."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+                yield item
 
 
 def _replaced(value: Any, replace: Any) -> Any:

@@ -50,7 +50,7 @@ _OVERWRITING = (
     "exponential_",
     "log_normal_",
 )
-_REPLACING = ("set_", "resize_", "resize_as_", "_resize_output_")
+_REPLACING = ("set_", "resize_", "resize_as_")
 _NEW = (
     "empty_like",
     "zeros_like",
@@ -169,13 +169,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         on_meta = {k: v for k, v in twins.all(kwargs).items() if k not in ("pin_memory", "non_blocking")}
         if on_meta.get("device") is not None or _short_name(func) in _NEW:
             on_meta["device"] = torch.device("meta")
-        try:
-            return func(*twins.all(args), **on_meta)
-        except NotImplementedError as exc:
-            raise self._fail(
-                f"load_weights calls {_where(func)}, which has no meta implementation, on checkpoint tensors "
-                f"{_quoted(twins.tensors())}; use method='probe', or declare the map"
-            ) from exc
+        return func(*twins.all(args), **on_meta)
 
     def _result(
         self, func: Any, out: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], twins: Twins
@@ -183,10 +177,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         content = Content()
         moves = None if func is aten.view.dtype else moves_of(func, out, args, twins.some(kwargs))
         if moves is None:
-            origin = Computed(_where(func), twins.tensors())
-            content.write(
-                [of_origin(origin, (max(num_stored(out), 1),), Strided(int(out.storage_offset()), (1,)))]
-            )
+            tensors = twins.tensors()
+            origin = Computed(_where(func), tensors) if tensors else CONSTANT
+            place = Strided(int(out.storage_offset()), (1,))
+            content.write([of_origin(origin, (max(num_stored(out), 1),), place)])
         else:
             content.write(moved(moves, twins))
         return content
@@ -195,11 +189,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], written: list[torch.Tensor]
     ) -> Any:
         """Record what an operator would write; nothing is executed."""
-        if _short_name(func) in _REPLACING:
+        if torch.Tag.inplace_view in func.tags or _short_name(func) in _REPLACING:
             names = [name for t in written for name, _ in self._live.get(storage_key(t), [])]
+            names += [name for t in written if isinstance(t, Traced) for name in t.content.tensors()]
             raise self._fail(
-                f"load_weights replaces the storage of {_quoted(names)} ({_where(func)}), so updates could "
-                "not be written in place; make it copy into the parameter"
+                f"load_weights changes the storage or shape of {_quoted(names)} in place ({_where(func)}); "
+                "parameters must stay where they are: make it copy into them, from a new view if need be"
             )
         if func is aten._foreach_copy_.default:
             for target, source in zip(args[0], args[1], strict=True):

@@ -96,6 +96,7 @@ def test_moved_elements_are_followed(move: Callable[[Weights], torch.Tensor]) ->
         lambda p, t: torch._foreach_copy_([p[:4], p[4:]], [t["y"][:4], t["x"][:4]]),
         lambda p, t: p.view(-1)[:12].copy_(t["x"].view(-1)[::4]),
         lambda p, t: p.copy_(t["v"]),
+        lambda p, t: p.fill_(t["v"][2]),
     ],
 )
 def test_ways_to_write_a_parameter(put: Callable[[torch.Tensor, Weights], object]) -> None:
@@ -226,10 +227,21 @@ def test_refusal_survives_a_loader_that_swallows_it() -> None:
         traced(weights(), w, load)
 
 
-def test_replaced_storage_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda p, t: p.resize_(2, 2), "p"),
+        (lambda p, t: p.set_(t["x"]), "p"),
+        (lambda p, t: p.t_(), "p"),
+        (lambda p, t: t["x"].unsqueeze_(0), "x"),
+    ],
+)
+def test_changed_storage_or_shape_is_refused(
+    change: Callable[[torch.Tensor, Weights], object], name: str
+) -> None:
     w = {"p": torch.zeros(8, 6)}
-    with pytest.raises(LayoutError, match="replaces the storage of 'p'"):
-        traced(weights(), w, lambda t: w["p"].resize_(2, 2))
+    with pytest.raises(LayoutError, match=rf"changes the storage or shape of '{name}'"):
+        traced(weights(), w, lambda t: change(w["p"], t))
     assert w["p"].shape == (8, 6)
 
 
@@ -338,3 +350,15 @@ def test_arithmetic_is_found_without_assertions() -> None:
         [sys.executable, "-O", "-c", OPTIMIZED], check=True, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split("\n")[:3] == ["p add x", "q mul_ x", "4.0 4.0"]
+
+
+def test_values_made_without_the_checkpoint_are_constants() -> None:
+    w = {"p": torch.full((8, 6), 7.0), "q": torch.zeros(8, 6)}
+
+    def load(t: Weights) -> None:
+        w["p"].copy_(torch.zeros_like(t["x"]) + 2)
+        w["q"].copy_(t["x"])
+
+    found = traced(weights(), w, load)
+    assert (found.source_map.opaque, found.untouched) == ((), {})
+    assert found.source_map.unfed == (("p", 48),)
