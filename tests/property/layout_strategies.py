@@ -109,7 +109,11 @@ def regions(
     strides = row_major(extents, draw(st.sampled_from([0, 0, 1, 3])))
     order = draw(st.permutations(range(len(extents))))
     target = Strided(draw(st.integers(0, 9)), tuple(strides[k] for k in order))
-    return Region(tuple(extents[k] for k in order), Strided(source.offset, tuple(source.strides[k] for k in order)), target)
+    return Region(
+        tuple(extents[k] for k in order),
+        Strided(source.offset, tuple(source.strides[k] for k in order)),
+        target,
+    )
 
 
 SIZES = st.sampled_from([1, 12, 24, 36, 60, 64, 90])
