@@ -66,6 +66,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """A lease is renewed this often; after three missed renewals a peer counts as lost."""
 
     # Of this worker alone.
+    coordinator: Literal["embedded", "external"] = "embedded"
+    """`embedded`: trainer rank 0 runs it; `external`: `wbridge coordinator` does."""
     transport: Literal["auto", "loopback", "ucxx"] = "auto"
     """`auto` is `loopback` inside one process, else `ucxx`."""
     include: tuple[str, ...] = ()
@@ -90,6 +92,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             if name.endswith("_s") and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be a positive number of seconds")
+
+    @property
+    def source_held(self) -> bool:
+        """Direct sender staging: a send returns only when nobody reads the live weights any more."""
+        return self.mode.sender_staging == "direct"
+
+    @property
+    def offers_are_parked(self) -> bool:
+        """Direct receiver staging: an engine offers only while its workers stand still."""
+        return self.mode.receiver_staging == "direct"
 
     @property
     def effective_delivery(self) -> Delivery:

@@ -97,7 +97,7 @@ async def _retry(
                 if secret or not isinstance(rendezvous, FileRendezvous):
                     raise
                 last = exc  # the file may be a dead coordinator's, and its port another's by now
-            await anyio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            await anyio.sleep(backoff_s * random.uniform(0.5, 1.0))  # capped back-off
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
     if isinstance(last, AuthenticationError):
         raise last
@@ -120,7 +120,7 @@ async def _try_once(
             connection = await connect_tcp(meeting.address, secret=meeting.secret, tls=tls)
             try:
                 return await talk(connection)
-            except BaseException:
+            except BaseException:  # whatever it is, nothing stays open; raised again
                 await connection.aclose()
                 raise
     except TimeoutError as exc:

@@ -47,6 +47,12 @@ class Connection:
         """The peer's name for error messages: `host:port`."""
         return self._remote
 
+    @property
+    def local_host(self) -> str:
+        """This machine's address on this connection: where the peer's network reaches it."""
+        address = self._stream.extra(anyio.abc.SocketAttribute.local_address)
+        return str(address[0]) if isinstance(address, tuple) else "127.0.0.1"
+
     def trust(self) -> None:
         """Accept frames of full size from now on: the peer has authenticated itself."""
         self._limit_nbytes = codec.MAX_FRAME_NBYTES
@@ -194,7 +200,7 @@ async def connect_tcp(address: str, *, secret: bytes, tls: ssl.SSLContext | None
         connection = Connection(stream, address)
         await authenticate_client(connection, secret)
         connection.trust()
-    except BaseException:
+    except BaseException:  # whatever it is, nothing stays open; raised again
         await anyio.aclose_forcefully(stream)
         raise
     return connection

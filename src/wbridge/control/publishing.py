@@ -65,8 +65,8 @@ class Publishing:
             num_ranks=len(roster.ranks),
             engines=tuple(roster.engines),
             delivery=config.effective_delivery,
-            source_held=config.mode.sender_staging == "direct",
-            offers_are_parked=config.mode.receiver_staging == "direct",
+            source_held=config.source_held,
+            offers_are_parked=config.offers_are_parked,
             first_ticket=first_ticket,
         )
         self._timers: list[tuple[float, int, TicketsAction]] = []

@@ -112,7 +112,7 @@ def publish(rendezvous: Rendezvous, meeting: Meeting) -> None:
             with open(descriptor, "wb") as file:
                 file.write(msgspec.json.encode(meeting))
             draft.replace(path)
-        except BaseException:
+        except BaseException:  # whatever it is, no draft stays; raised again
             draft.unlink(missing_ok=True)
             raise
     except OSError as exc:
