@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from wbridge.session.endpoints import Source as Source
     from wbridge.session.endpoints import Target as Target
     from wbridge.session.receiver import ReceiverAdapter as ReceiverAdapter
-    from wbridge.session.receiver import RolloutHooks as RolloutHooks
-    from wbridge.session.receiver import Update as Update
+    from wbridge.session.updates import RolloutHooks as RolloutHooks
+    from wbridge.session.updates import Update as Update
     from wbridge.session.sender import Delivery as Delivery
     from wbridge.session.sender import SenderAdapter as SenderAdapter
 
@@ -58,13 +58,13 @@ _HOMES = {
     "PlanError": "wbridge.errors",
     "ProtocolError": "wbridge.errors",
     "ReceiverAdapter": "wbridge.session.receiver",
-    "RolloutHooks": "wbridge.session.receiver",
+    "RolloutHooks": "wbridge.session.updates",
     "SenderAdapter": "wbridge.session.sender",
     "Source": "wbridge.session.endpoints",
     "SourceMap": "wbridge.layout.source_map",
     "Target": "wbridge.session.endpoints",
     "TensorSpec": "wbridge.layout.source_map",
-    "Update": "wbridge.session.receiver",
+    "Update": "wbridge.session.updates",
     "UpdateAborted": "wbridge.errors",
     "WBridgeError": "wbridge.errors",
     "WorkerId": "wbridge.ids",

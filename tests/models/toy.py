@@ -32,7 +32,9 @@ def specs(dtype: str = "float32") -> dict[str, TensorSpec]:
 def weights(version: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The full checkpoint of one version: every element tells version, tensor and place."""
     return {
-        name: (torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(shape) + 1000.0 * i)
+        name: (
+            torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(shape) + 1000.0 * i
+        )
         .add(version * 100_000.0)
         .to(dtype)
         for i, (name, shape) in enumerate(SHAPES.items())

@@ -1,0 +1,49 @@
+"""Destinations: the live tensors that an update writes, and what the backend does when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from wbridge.discovery.pointers import Bindings, bind
+from wbridge.layout.source_map import ASSEMBLED, SourceMap
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+
+class Destinations:
+    """The tensors that slots are scattered into: live parameters, and checkpoint tensors assembled for
+    the backend's own loader where it computes instead of copying."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], source_map: SourceMap) -> None:
+        self._live = parameters
+        self._assembled = {
+            name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+            for name, spec in source_map.parameters.items()
+            if name.startswith(ASSEMBLED)
+        }
+        self._names = tuple(n for n in source_map.parameters if n not in self._assembled)
+        self._opaque = source_map.opaque
+        self._bindings: Bindings = bind({name: parameters[name] for name in self._names})
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that the plan may name, by its name in the plan."""
+        return {name: self._live[name] for name in self._names} | self._assembled
+
+    def check(self) -> None:
+        """Return if every destination is where it was when the plan was made.
+
+        Raises:
+            LayoutError: one was replaced or moved; names it.
+        """
+        self._bindings.check()
+
+    def finish(self, load_assembled: LoadWeights | None, after_apply: Callable[[], None] | None) -> None:
+        """Run what the backend does after its parameters are written, in the calling thread."""
+        if self._assembled and load_assembled is not None:
+            with torch.no_grad():
+                load_assembled((n.removeprefix(ASSEMBLED), t) for n, t in self._assembled.items())
+        if after_apply is not None:
+            after_apply()

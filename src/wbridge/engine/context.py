@@ -1,0 +1,35 @@
+"""WorkerContext: what one worker holds for one epoch; frozen, and blind to the mode it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from wbridge.config import Config
+from wbridge.ids import Epoch, WorkerId
+from wbridge.plan.types import WorkerPlan
+from wbridge.staging.base import ReceiverStaging, SenderStaging
+from wbridge.transport.base import Endpoint, Transport
+
+
+class WorkerContext(msgspec.Struct, frozen=True):
+    """The frozen surroundings of the engine. `endpoints` reach every worker that this one writes to or
+    is written by, by name (`str(worker)`)."""
+
+    worker: WorkerId
+    epoch: Epoch
+    plan: WorkerPlan
+    config: Config
+    transport: Transport
+    endpoints: Mapping[str, Endpoint]
+    checksums: frozenset[str]
+    """Names of the receivers whose slots carry a checksum."""
+
+
+class SenderContext(WorkerContext, frozen=True):
+    staging: SenderStaging
+
+
+class ReceiverContext(WorkerContext, frozen=True):
+    staging: ReceiverStaging

@@ -1,0 +1,310 @@
+"""Lockstep: drives the leader and follower machines of one engine over its own connections."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import anyio
+import anyio.abc
+import msgspec
+
+from wbridge.config import Config
+from wbridge.control.messages import FlowMessage, Follow, Keyed
+from wbridge.engine.link import EngineLink, Frame
+from wbridge.flow.actions import (
+    Apply,
+    EngineBroken,
+    FollowerAction,
+    LeaderAction,
+    Leave,
+    PollFails,
+    RunBeforeApply,
+    Separated,
+    StartGrantTimer,
+    StartHoldTimer,
+    ToCoordinator,
+    ToLeader,
+    ToWorkers,
+    Unpark,
+)
+from wbridge.flow.follower import Follower
+from wbridge.flow.leader import Leader
+from wbridge.flow.messages import (
+    Announced,
+    Commit,
+    Done,
+    Hold,
+    Landed,
+    Meet,
+    OfferRefused,
+    Promise,
+    Ready,
+    Refuse,
+    Release,
+    Serve,
+    TicketAborted,
+    Vacant,
+    WithdrawHold,
+    WorkerApplied,
+)
+from wbridge.ids import Epoch, WorkerId
+
+
+
+class Written(msgspec.Struct, frozen=True):
+    """The slots are in the parameters: run what the backend does then, and call `applied`."""
+
+    hold: int
+
+
+Instruction = RunBeforeApply | Written | Leave | Unpark | PollFails
+"""What the loop thread tells the parked poll."""
+
+
+class Worker(Protocol):
+    """What the lockstep asks of the worker it belongs to."""
+
+    def serve(self, serve: Serve) -> None: ...
+
+    def abort(self, aborted: TicketAborted) -> None: ...
+
+    def apply(self, apply: Apply) -> None:
+        """Start to apply; `Lockstep.written` or `Lockstep.not_applied` is due when it has ended."""
+        ...
+
+    def to_coordinator(self, message: FlowMessage) -> None: ...
+
+
+class Lockstep:
+    """One worker's share of its engine's agreement. Lasts as long as the adapter, over all epochs.
+
+    All methods run in the loop thread. `follower` has the two attributes of the fast path.
+    """
+
+    def __init__(self, worker_id: WorkerId, config: Config, *, secret: bytes, worker: Worker) -> None:
+        self._config = config
+        self._worker = worker
+        self._num_workers = worker_id.group_size
+        self._epoch: Epoch | None = None
+        self.follower = Follower()
+        self._leader: Leader | None = None
+        if worker_id.is_leader:
+            direct = config.mode.receiver_staging == "direct"
+            self._leader = Leader(
+                self._num_workers, offers_when_parked=direct, max_poll_skew=config.max_poll_skew
+            )
+        self._link = EngineLink(
+            worker_id, secret=secret, heartbeat_s=config.heartbeat_s, deliver=self._delivered, lost=self._lost
+        )
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._hold_timer = anyio.CancelScope()
+        # Messages between the machines of this very worker wait here, so that a machine's actions are
+        # all performed before it gets the next event.
+        self._own: deque[Callable[[], None]] = deque()
+        self._draining = False
+        self._instructions, self._inbox = anyio.create_memory_object_stream[Instruction](math.inf)
+        self._separated = anyio.Event()
+        self._follows: dict[Epoch, anyio.Event] = {}
+
+    # Life ----------------------------------------------------------------------------------------------
+
+    async def open(self, tasks: anyio.abc.TaskGroup, host: str) -> str:
+        """Return the address at which the other workers of the engine reach the leader; empty for them."""
+        self._tasks = tasks
+        if self._leader is None or self._num_workers == 1:
+            return ""
+        return await self._link.listen(tasks, host)
+
+    async def enter(self, epoch: Epoch, leader_address: str) -> None:
+        """Go into an epoch as one engine: nothing of the old one is under way afterwards."""
+        assert self._tasks is not None
+        if self._leader is not None:
+            await self._link.wait_complete()
+            if self._epoch is not None:
+                self._separated = anyio.Event()
+                self._from_leader(self._leader.leave())
+                await self._separated.wait()
+            for rank in range(1, self._num_workers):
+                self._link.post(rank, Follow(epoch))
+        else:
+            await self._link.join(self._tasks, leader_address, epoch)
+            await self._follows.setdefault(epoch, anyio.Event()).wait()
+            del self._follows[epoch]
+        self._epoch = epoch
+
+    def close(self) -> None:
+        self._link.close()
+
+    # The caller's poll ---------------------------------------------------------------------------------
+
+    async def poll(self, wait_s: float | None) -> Instruction:
+        """Hand a counted poll over; return the first instruction for it."""
+        self._from_follower(self.follower.poll(wait=wait_s is not None))
+        if wait_s is not None:
+            with anyio.move_on_after(wait_s):
+                return await self._inbox.receive()
+            self._from_follower(self.follower.wait_over())
+        return await self._inbox.receive()
+
+    async def before_apply_done(self, hold: int) -> Instruction:
+        self._from_follower(self.follower.before_apply_done(hold))
+        return await self._inbox.receive()
+
+    async def refused(self, hold: int, reason: str) -> Instruction:
+        self._from_follower(self.follower.refused(hold, reason))
+        return await self._inbox.receive()
+
+    async def cancel_poll(self) -> None:
+        self._from_follower(self.follower.cancelled())
+
+    async def applied(self, hold: int, failure: str) -> Instruction:
+        """The backend has done its part, or failed: then the parameters are neither old nor new."""
+        self._from_follower(self.follower.applied(hold, "tainted" if failure else "applied", failure))
+        return await self._inbox.receive()
+
+    # The worker's apply --------------------------------------------------------------------------------
+
+    def written(self, hold: int) -> None:
+        self._instructions.send_nowait(Written(hold))
+
+    def not_applied(self, hold: int, outcome: Literal["aborted", "tainted"], detail: str) -> None:
+        self._from_follower(self.follower.applied(hold, outcome, detail))
+
+    # Events from outside the engine --------------------------------------------------------------------
+
+    def from_coordinator(self, message: FlowMessage) -> None:
+        """The leader's part of the coordinator's messages; others get none."""
+        if self._leader is None:
+            return
+        match message:
+            case Announced():
+                self._from_leader(self._leader.announced(message))
+            case Serve():
+                self._from_leader(self._leader.serve(message))
+            case OfferRefused():
+                self._from_leader(self._leader.refused(message))
+            case TicketAborted():
+                self._from_leader(self._leader.ticket_aborted(message))
+
+    def coordinator_lost(self) -> None:
+        if self._leader is not None:
+            self._from_leader(self._leader.coordinator_lost())
+
+    def from_ring(self, action: ToLeader) -> None:
+        """The ring has landed a ticket, or is vacant."""
+        self._from_follower([action])
+
+    def _lost(self, rank: int, reason: str) -> None:
+        if self._leader is not None:
+            self._from_leader(self._leader.worker_lost(rank, reason))
+        else:
+            self._from_follower(self.follower.leader_lost(f"the leader of this engine is lost: {reason}"))
+
+    # Messages inside the engine ------------------------------------------------------------------------
+
+    def _delivered(self, rank: int, frame: Frame) -> None:
+        if isinstance(frame, Follow):
+            self._follows.setdefault(frame.epoch, anyio.Event()).set()
+        elif self._leader is not None:
+            self._to_leader(rank, frame.message)
+        else:
+            self._to_worker(frame.message)
+
+    def _to_leader(self, rank: int, message: FlowMessage) -> None:
+        leader = self._leader
+        assert leader is not None
+        match message:
+            case Promise():
+                self._from_leader(leader.promise(rank, message))
+            case Ready():
+                self._from_leader(leader.ready(rank, message))
+            case Refuse():
+                self._from_leader(leader.refuse(rank, message))
+            case WithdrawHold():
+                self._from_leader(leader.withdraw(rank, message))
+            case WorkerApplied():
+                self._from_leader(leader.applied(rank, message))
+            case Landed():
+                self._from_leader(leader.landed(rank, message))
+            case Vacant():
+                self._from_leader(leader.vacant(rank, message))
+
+    def _to_worker(self, message: FlowMessage) -> None:
+        match message:
+            case Serve():
+                self._worker.serve(message)
+            case TicketAborted():
+                self._worker.abort(message)
+            case Hold() | Meet() | Commit() | Done() | Release():
+                self._from_follower(self.follower.message(message))
+
+    # Actions -------------------------------------------------------------------------------------------
+
+    def _from_leader(self, actions: list[LeaderAction]) -> None:
+        assert self._tasks is not None
+        for action in actions:
+            match action:
+                case ToWorkers(message):
+                    for rank in range(1, self._num_workers):
+                        self._post(rank, message)
+                    self._later(self._to_worker, message)
+                case ToCoordinator(message):
+                    self._worker.to_coordinator(message)
+                case StartGrantTimer(ticket):
+                    self._tasks.start_soon(self._time_grant, ticket)
+                case EngineBroken(reason):
+                    self._link.close()
+                    self._from_follower(self.follower.leader_lost(reason))
+                case Separated():
+                    self._separated.set()
+        self._run_own()
+
+    def _from_follower(self, actions: list[FollowerAction]) -> None:
+        assert self._tasks is not None
+        for action in actions:
+            match action:
+                case ToLeader(message) if self._leader is not None:
+                    self._later(self._to_leader, 0, message)
+                case ToLeader(message):
+                    self._post(0, message)
+                case StartHoldTimer(hold):
+                    self._tasks.start_soon(self._time_hold, hold)
+                case Apply():
+                    self._worker.apply(action)
+                case RunBeforeApply():
+                    self._instructions.send_nowait(action)
+                case Leave() | Unpark() | PollFails():
+                    self._hold_timer.cancel()
+                    self._instructions.send_nowait(action)
+        self._run_own()
+
+    def _post(self, rank: int, message: FlowMessage) -> None:
+        if self._epoch is not None:
+            self._link.post(rank, Keyed(self._epoch, message))
+
+    def _later(self, deliver: Callable[..., None], *args: object) -> None:
+        self._own.append(functools.partial(deliver, *args))
+
+    def _run_own(self) -> None:
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._own:
+                self._own.popleft()()
+        finally:
+            self._draining = False
+
+    async def _time_hold(self, hold: int) -> None:
+        with anyio.CancelScope() as self._hold_timer:
+            await anyio.sleep(self._config.hold_timeout_s)
+            self._from_follower(self.follower.hold_timed_out(hold))
+
+    async def _time_grant(self, ticket: int) -> None:
+        await anyio.sleep(self._config.coordinator_timeout_s)
+        assert self._leader is not None
+        self._from_leader(self._leader.grant_timed_out(ticket))

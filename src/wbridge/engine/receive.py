@@ -1,0 +1,183 @@
+"""ReceiveEngine: gives credits, tracks arrivals, and writes landed groups into the parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import anyio
+import anyio.abc
+
+from wbridge.device.base import Event
+from wbridge.engine.context import ReceiverContext
+from wbridge.engine.wire import encode
+from wbridge.errors import EndpointClosed, PeerLost, UpdateAborted
+from wbridge.flow.actions import GiveCredit, GroupReady, ReplaceSlot, RingAction, TakeBack, ToLeader
+from wbridge.flow.messages import Arrived, Credit, Stopped
+from wbridge.flow.ring import Incoming, ReceiverRing
+from wbridge.staging.checksum import checksum
+from wbridge.transport.base import RemoteSlot
+
+Key = tuple[int, int, int]
+"""Ticket, group, piece."""
+
+
+class ReceiveEngine:
+    """Drives the `ReceiverRing` of one worker for one epoch.
+
+    `to_leader` receives what the ring has to tell the engine's leader.
+    """
+
+    def __init__(self, context: ReceiverContext, *, to_leader: Callable[[ToLeader], None]) -> None:
+        self._context = context
+        self._to_leader = to_leader
+        self._groups = context.plan.incoming
+        self._ring = ReceiverRing(context.staging.num_slots)
+        self._incoming = tuple(
+            Incoming(tuple(str(piece.writer) for piece in group.pieces), group.stage) for group in self._groups
+        )
+        self._exposed: dict[Key, RemoteSlot] = {}
+        self._slots: dict[Key, int] = {}
+        self._ready: dict[tuple[int, int], int] = {}
+        self._aborted: dict[int, str] = {}
+        self._progress = anyio.Event()
+        self.num_written = 0
+        """Groups that the last `apply` has begun to write."""
+        # Unbounded, bounded by what may be in them: one credit for each piece, one fence for each slot.
+        self._credits, self._credit_inbox = anyio.create_memory_object_stream[tuple[str, Credit]](math.inf)
+        self._fences, self._fence_inbox = anyio.create_memory_object_stream[TakeBack](math.inf)
+
+    async def run(self) -> None:
+        """Give credits and guard quarantined slots until cancelled."""
+        self._perform(self._ring.start())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._send_credits)
+            async for fence in self._fence_inbox:
+                tasks.start_soon(self._guard, fence)
+
+    # What arrives -------------------------------------------------------------------------------------
+
+    def serve(self, ticket: int) -> None:
+        """Take a grant: credit its first groups."""
+        self._perform(self._ring.grant(ticket, self._incoming))
+
+    def abort(self, ticket: int, reason: str) -> None:
+        """Void the grant; an apply that waits for its bytes raises `UpdateAborted`."""
+        self._aborted[ticket] = reason
+        self._perform(self._ring.abort(ticket))
+        self._wake()
+
+    def arrived(self, writer: str, arrived: Arrived) -> None:
+        """A piece is in its slot. One whose checksum is wrong aborts nothing here: it never counts, so the
+        version never lands and ends by its deadline; the reason is raised.
+
+        Raises:
+            UpdateAborted: the bytes are not those that were sent; names writer, ticket and group.
+        """
+        key = (arrived.ticket, arrived.group, arrived.piece)
+        slot = self._slots.pop(key, None)
+        self._exposed.pop(key, None)
+        if slot is None:
+            return  # stale, or a second arrival
+        if arrived.checksum:
+            piece = self._groups[arrived.group].pieces[arrived.piece]
+            view = self._context.staging.slot_view(slot, piece.offset, piece.nbytes)
+            if checksum(view) != arrived.checksum:
+                raise UpdateAborted(
+                    f"{self._context.worker}: ticket {arrived.ticket}, group {arrived.group}: the bytes from"
+                    f" {writer} are not those it sent; send the version again"
+                )
+        self._perform(self._ring.arrived(writer, arrived))
+
+    def stopped(self, writer: str, stopped: Stopped) -> None:
+        self._perform(self._ring.stopped(writer, stopped))
+
+    def lose_writer(self, writer: str) -> None:
+        """A writer's process is dead: nothing of it can arrive any more."""
+        self._perform(self._ring.writer_dead(writer))
+
+    # Apply --------------------------------------------------------------------------------------------
+
+    async def apply(self, ticket: int, after: Event) -> None:
+        """Write every group of `ticket` into the parameters, in order, as they land, not before `after`.
+
+        Not to be cancelled.
+
+        Raises:
+            UpdateAborted: the ticket was aborted; what is written so far stays (`num_written`).
+        """
+        staging = self._context.staging
+        self.num_written = 0
+        for group in self._groups:
+            slot = await self._wait_ready(ticket, group.index)
+            self.num_written += 1
+            await staging.scatter(group, slot, after=after).wait()
+            self._perform(self._ring.drained(slot))
+
+    async def _wait_ready(self, ticket: int, group: int) -> int:
+        while True:
+            slot = self._ready.pop((ticket, group), None)
+            if slot is not None and self._ring.draining(slot, ticket):
+                return slot
+            if ticket in self._aborted:
+                raise UpdateAborted(f"ticket {ticket} was aborted: {self._aborted[ticket]}")
+            await self._progress.wait()
+
+    def _wake(self) -> None:
+        self._progress.set()
+        self._progress = anyio.Event()
+
+    # Actions of the ring ------------------------------------------------------------------------------
+
+    def _perform(self, actions: list[RingAction]) -> None:
+        for action in actions:
+            match action:
+                case GiveCredit():
+                    self._give_credit(action)
+                case GroupReady(ticket, group, slot):
+                    self._ready[ticket, group] = slot
+                    self._wake()
+                case TakeBack():
+                    self._fences.send_nowait(action)
+                case ReplaceSlot(slot):
+                    self._context.staging.replace(slot)
+                    self._perform(self._ring.replaced(slot))
+                case ToLeader():
+                    self._to_leader(action)
+
+    def _give_credit(self, give: GiveCredit) -> None:
+        piece = self._groups[give.group].pieces[give.piece]
+        view = self._context.staging.slot_view(give.slot, piece.offset, piece.nbytes)
+        remote = self._context.transport.expose(view, give.writer)
+        key = (give.ticket, give.group, give.piece)
+        self._exposed[key], self._slots[key] = remote, give.slot
+        credit = Credit(give.ticket, give.group, give.piece, give.slot, remote.token, remote.nbytes)
+        self._credits.send_nowait((give.writer, credit))
+
+    async def _send_credits(self) -> None:
+        async for writer, credit in self._credit_inbox:
+            try:
+                await self._context.endpoints[writer].send(encode(self._context.epoch, credit))
+            except (PeerLost, EndpointClosed):
+                continue  # the coordinator says what becomes of the ticket without this writer
+
+    async def _guard(self, fence: TakeBack) -> None:
+        """Take a quarantined slot back from the transport, or give it new memory after the deadline."""
+        with anyio.move_on_after(self._context.config.fence_timeout_s):
+            for writer in fence.writers:
+                if await self._withdraw(fence, writer):
+                    self._perform(self._ring.taken_back(fence.slot, fence.ticket, writer))
+            if self._ring.states[fence.slot] != "quarantined":
+                return
+            await anyio.sleep_forever()  # the writers may still say that they have stopped
+        self._perform(self._ring.abandon(fence.slot, fence.ticket))
+
+    async def _withdraw(self, fence: TakeBack, writer: str) -> bool:
+        """Whether the transport proves that `writer` will not write the slot any more."""
+        proven = True
+        for key in [k for k, slot in self._slots.items() if slot == fence.slot and k[0] == fence.ticket]:
+            if str(self._groups[key[1]].pieces[key[2]].writer) == writer:
+                remote = self._exposed.pop(key)
+                del self._slots[key]
+                proven = await self._context.transport.withdraw(remote) and proven
+        return proven

@@ -1,0 +1,99 @@
+"""Builds the frozen context of one worker for one epoch. The only place that turns a mode into objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from wbridge.config import Config
+from wbridge.control.messages import EpochStart, Peer
+from wbridge.device.base import Device
+from wbridge.engine.context import ReceiverContext, SenderContext
+from wbridge.errors import ProtocolError
+from wbridge.ids import WorkerId
+from wbridge.plan.schedule import ring_slots
+from wbridge.plan.types import WorkerPlan
+from wbridge.staging.base import ReceiverStaging, SenderStaging
+from wbridge.staging.direct import DirectReceiver, DirectSender
+from wbridge.staging.pinned import PinnedReceiver, PinnedSender
+from wbridge.transport.base import Endpoint
+from wbridge.transport.select import Transports
+
+Tensors = Mapping[str, Any]  # torch tensors; torch stays out of this layer
+
+
+async def open_sender_context(
+    start: EpochStart, plan: WorkerPlan, config: Config, *, transport: Transports, device: Device, tensors: Tensors
+) -> SenderContext:
+    """Connect to every receiver of this worker and allocate its gather slots and snapshots."""
+    peers = _peers(start, {o.receiver for o in plan.outgoing})
+    return SenderContext(
+        worker=plan.worker,
+        epoch=start.epoch,
+        plan=plan,
+        config=config,
+        transport=transport,
+        endpoints=await _connect(transport, peers),
+        checksums=_checksummed(config, transport, peers),
+        staging=_sender_staging(config, device, tensors, plan),
+    )
+
+
+async def open_receiver_context(
+    start: EpochStart, plan: WorkerPlan, config: Config, *, transport: Transports, device: Device, tensors: Tensors
+) -> ReceiverContext:
+    """Connect to every writer of this worker, for its credits, and allocate its ring."""
+    peers = _peers(start, {piece.writer for group in plan.incoming for piece in group.pieces})
+    return ReceiverContext(
+        worker=plan.worker,
+        epoch=start.epoch,
+        plan=plan,
+        config=config,
+        transport=transport,
+        endpoints=await _connect(transport, peers),
+        checksums=frozenset(),
+        staging=_receiver_staging(config, device, tensors, plan),
+    )
+
+
+def _sender_staging(config: Config, device: Device, tensors: Tensors, plan: WorkerPlan) -> SenderStaging:
+    pieces = [outgoing.piece for outgoing in plan.outgoing]
+    if config.mode.sender_staging == "direct":
+        return DirectSender(device, tensors, pieces, local_slots=config.local_slots)
+    return PinnedSender(
+        device,
+        tensors,
+        pieces,
+        local_slots=config.local_slots,
+        snapshot_versions=config.snapshot_versions,
+    )
+
+
+def _receiver_staging(config: Config, device: Device, tensors: Tensors, plan: WorkerPlan) -> ReceiverStaging:
+    policy = config.mode.receiver_staging
+    receiver = DirectReceiver if policy == "direct" else PinnedReceiver
+    num_slots = ring_slots(config, len(plan.incoming), policy)
+    return receiver(device, tensors, plan.incoming, num_slots=num_slots)
+
+
+def _peers(start: EpochStart, workers: Iterable[WorkerId]) -> tuple[Peer, ...]:
+    known = {peer.worker: peer for peer in start.peers}
+    missing = sorted(str(worker) for worker in workers if worker not in known)
+    if missing:
+        raise ProtocolError(f"epoch {start.epoch}: the plan names {missing[0]}, whose address the coordinator left out")
+    return tuple(known[worker] for worker in sorted(workers))
+
+
+async def _connect(transport: Transports, peers: Iterable[Peer]) -> dict[str, Endpoint]:
+    return {
+        str(peer.worker): await transport.connect(peer.transport_address, str(peer.worker)) for peer in peers
+    }
+
+
+def _checksummed(config: Config, transport: Transports, peers: Iterable[Peer]) -> frozenset[str]:
+    return frozenset(
+        str(peer.worker)
+        for peer in peers
+        if config.checksum == "on"
+        or (config.checksum == "auto" and transport.link_to(peer.transport_address) == "network")
+    )

@@ -1,0 +1,122 @@
+"""The adapter's own event-loop thread, and how a caller's thread or coroutine waits for work in it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Awaitable, Callable, Generator
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal
+
+from wbridge.errors import EndpointClosed
+
+T = TypeVar("T")
+
+
+class Call(Generic[T]):
+    """A coroutine running in the loop thread. Its result is waited for from anywhere.
+
+    `cancel` asks it to stop; it is finished only when its own cleanup is, and that is what the
+    waiting functions wait for.
+    """
+
+    def __init__(self) -> None:
+        self.finished: Future[T] = Future()
+        self.ended = anyio.Event()
+        """The same for the loop thread itself."""
+        self._scope: anyio.CancelScope | None = None
+        self._cancel_requested = False
+
+    async def run(self, work: Callable[[], Awaitable[T]]) -> None:
+        """Run `work` in the loop thread and keep its outcome, cancellation by `cancel` included."""
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._cancel_requested:
+                    self._scope.cancel()
+                try:
+                    result = await work()
+                except Exception as exc:  # reported to the caller's thread, which raises it
+                    self.finished.set_exception(exc)
+                else:
+                    self.finished.set_result(result)
+        finally:
+            self.ended.set()
+            if not self.finished.done():
+                self.finished.set_exception(EndpointClosed("the call was cancelled, or the adapter closed"))
+
+    def request_cancel(self) -> None:
+        """Runs in the loop thread."""
+        self._cancel_requested = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+class LoopThread:
+    """One event loop in one thread of its own; progress never needs the caller's loop.
+
+    Not usable in a forked child: every call there raises.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self._portal: Future[BlockingPortal] = Future()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._stop: anyio.Event | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+        self._portal.result()
+
+    def _main(self) -> None:
+        anyio.run(self._serve, backend="asyncio")
+
+    async def _serve(self) -> None:
+        async with BlockingPortal() as portal:
+            self._stop = anyio.Event()
+            self._portal.set_result(portal)
+            await self._stop.wait()
+
+    def submit(self, work: Callable[[], Awaitable[T]]) -> Call[T]:
+        """Start `work()` in the loop thread; calls start in the order of submission.
+
+        Raises:
+            EndpointClosed: the thread has ended, or this process is a fork of the one that started it.
+        """
+        if os.getpid() != self._pid:
+            raise EndpointClosed(
+                f"{self._name} was opened in process {self._pid} and does not survive fork(); open it in the child"
+            )
+        call: Call[T] = Call()
+        try:
+            self._portal.result().start_task_soon(call.run, work)
+        except RuntimeError as exc:
+            raise EndpointClosed(f"{self._name} is closed") from exc
+        return call
+
+    def cancel(self, call: Call[T]) -> None:
+        """Ask a call to stop. It is over when `call.finished` is."""
+        try:
+            self._portal.result().start_task_soon(self._cancel, call)
+        except RuntimeError:
+            return  # the thread has ended, and every call with it
+
+    @staticmethod
+    async def _cancel(call: Call[T]) -> None:
+        call.request_cancel()
+
+    def stop(self) -> None:
+        """End the loop when its calls are over. Blocks; idempotent."""
+        if os.getpid() != self._pid or not self._thread.is_alive():
+            return
+        portal = self._portal.result()
+        assert self._stop is not None
+        portal.start_task_soon(self._set_stop)
+        self._thread.join()
+
+    async def _set_stop(self) -> None:
+        assert self._stop is not None
+        self._stop.set()

@@ -1,0 +1,93 @@
+"""Publication: one version on its way, shared by the loop thread that drives it and the caller who asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Literal
+
+import anyio
+
+from wbridge.errors import UpdateAborted, WBridgeError
+from wbridge.flow.messages import EngineOutcome, Outcome
+from wbridge.session.script import Script, Wait
+from wbridge.staging.base import Source
+
+Outcomes = dict[str, Outcome | Literal["landed"]]
+"""What became of a version on each engine; `landed` until it is committed."""
+
+
+class Publication:
+    """One call of `send_weights`. All methods but the scripts run in the loop thread."""
+
+    def __init__(
+        self, call: int, version: int, engines: tuple[str, ...], abort: Callable[[Publication], None]
+    ) -> None:
+        self.call = call
+        self.version = version
+        self.ticket: int | None = None
+        self.source: Source | None = None
+        self.outcomes: Outcomes = {}
+        self.error: WBridgeError | None = None
+        """Why it ended everywhere, or why the send that waits for it must raise."""
+        self.answered = anyio.Event()
+        """The coordinator has said what a cancelled call has become."""
+        self.released = anyio.Event()
+        """The weights may change again, or the send must raise `error`."""
+        self._open = set(engines)
+        self._abort = abort
+        self._landed: Future[None] = Future()
+        self._applied: Future[None] = Future()
+
+    def note(self, outcome: EngineOutcome) -> None:
+        """Record what an engine did; the first final outcome of an engine stays."""
+        if outcome.engine not in self._open:
+            return
+        self.outcomes[outcome.engine] = outcome.outcome
+        if outcome.final:
+            self._open.remove(outcome.engine)
+            if not self._open:
+                _resolve(self._landed, None)
+                _resolve(self._applied, None)
+
+    @property
+    def is_over(self) -> bool:
+        """No outcome is outstanding."""
+        return not self._open
+
+    def retire(self) -> None:
+        """No engine is being written any more."""
+        _resolve(self._landed, None)
+
+    def fail(self, error: WBridgeError) -> None:
+        """The version ended everywhere. Those that wait now or later get `error`."""
+        self.error = self.error or error
+        self.answered.set()
+        self._open.clear()
+        _resolve(self._landed, error)
+        _resolve(self._applied, error)
+
+    def landed_script(self) -> Script[Outcomes]:
+        yield Wait(self._landed)
+        return dict(self.outcomes)
+
+    def applied_script(self) -> Script[Outcomes]:
+        yield Wait(self._applied)
+        return dict(self.outcomes)
+
+    def abort_script(self) -> Script[None]:
+        """Return when no engine is being written any more, whatever became of the version."""
+        self._abort(self)
+        try:
+            yield Wait(self._landed)
+        except UpdateAborted:
+            return
+
+
+def _resolve(future: Future[None], error: WBridgeError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,326 @@
+"""Rollout: the receiving worker between its caller and the loop thread."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NoReturn
+
+import anyio
+import anyio.abc
+import msgspec
+
+from wbridge.config import Config
+from wbridge.control.messages import EpochStart, FlowMessage
+from wbridge.device.base import Device, Event, Stream
+from wbridge.engine.apply import Destinations
+from wbridge.engine.lockstep import Instruction, Lockstep, Written
+from wbridge.engine.receive import ReceiveEngine
+from wbridge.engine.wire import DataFrame
+from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, UpdateAborted
+from wbridge.flow.actions import Apply, Leave, PollFails, RunBeforeApply, Unpark
+from wbridge.flow.messages import Arrived, Serve, Stopped, TicketAborted
+from wbridge.ids import Epoch, WorkerId
+from wbridge.observe.stats import UpdateStats
+from wbridge.plan.types import WorkerPlan
+from wbridge.session.contexts import open_receiver_context
+from wbridge.session.endpoints import Target
+from wbridge.session.gate import StepGate
+from wbridge.session.member import Addresses
+from wbridge.session.script import Run, Script, Wait
+from wbridge.session.updates import RolloutHooks, Update
+from wbridge.session.worker import Worker, load_job
+
+YIELD_S = 0.001
+"""An idle poll lets the caller's loop run at most once in this time."""
+
+
+class Rollout:
+    """Takes versions between steps. Public methods are scripts; the rest runs in the loop thread."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        rendezvous: str | None,
+        config: Config | Mapping[str, object] | None,
+        hooks: RolloutHooks | None,
+        secret: str | None,
+        device: Device | None,
+    ) -> None:
+        job = load_job(target.worker, rendezvous, config, secret)
+        self._target = target
+        self._worker = Worker(job, device)
+        self._config = job.config
+        self._hooks = hooks
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._lockstep: Lockstep | None = None
+        self._destinations: Destinations | None = None
+        self._engine: ReceiveEngine | None = None
+        self._epoch: Epoch | None = None
+        self._metadata: dict[int, bytes] = {}
+        self._after: Event | None = None
+        self._yielded_s = 0.0
+        self._tainted = ""
+        self._is_live = False
+        self._unsent: list[FlowMessage] = []
+        self.gate = StepGate()
+        self.version: int | None = None
+
+    # The caller's side ---------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float | None) -> Script[None]:
+        return self._worker.connect(self, self._target, timeout_s)
+
+    def begin_poll(self) -> bool:
+        """Count one poll; whether it has to be driven on. Reads local memory, nothing else."""
+        lockstep = self._lockstep
+        if lockstep is None:
+            raise EndpointClosed(f"{self._target.worker}: connect() before the first poll")
+        lockstep.follower.counter += 1
+        return lockstep.follower.flag
+
+    def is_due_for_yield(self) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._yielded_s < YIELD_S:
+            return False
+        self._yielded_s = now_s
+        return True
+
+    def poll(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
+        """Drive a counted poll to its end."""
+        until_s = None if wait_s is None else time.monotonic() + wait_s
+        while True:
+            update = yield from self._poll_once(wait_s, stream)
+            if update is not None or until_s is None:
+                return update
+            wait_s = until_s - time.monotonic()
+            if wait_s <= 0:
+                return None
+            self.begin_poll()
+
+    def _poll_once(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
+        lockstep = self._lockstep
+        assert lockstep is not None
+        self._after = (stream or self._worker.current_stream()).record()
+        begun_s = parked_s = time.perf_counter()
+        refusal: Exception | None = None
+        asked = False
+        instruction = yield from self._ask(functools.partial(lockstep.poll, wait_s))
+        while True:
+            match instruction:
+                case RunBeforeApply(hold):
+                    asked = True
+                    refusal = yield from self._before_apply()
+                    parked_s = time.perf_counter()
+                    instruction = yield from self._ask(functools.partial(self._answer, hold, refusal))
+                case Written(hold):
+                    failure = yield from self._finish()
+                    instruction = yield from self._ask(functools.partial(lockstep.applied, hold, failure))
+                case Unpark():
+                    yield from self._resume(None, asked=asked)
+                    if refusal is not None:
+                        raise refusal
+                    return None
+                case Leave():
+                    now_s = time.perf_counter()
+                    stats = UpdateStats(stall_s=now_s - begun_s, park_s=parked_s - begun_s, apply_s=now_s - parked_s)
+                    return (yield from self._leave(instruction, stats))
+                case PollFails():
+                    self._fail(instruction)
+
+    def _ask(self, work: Callable[[], Awaitable[Instruction]]) -> Script[Instruction]:
+        """Do something in the loop thread and return the next instruction. A cancelled caller stays until
+        the engine has answered."""
+        loop = self._worker.loop
+        instruction: Instruction = yield Wait(loop.submit(work).finished, self._cancel_poll)
+        return instruction
+
+    def _cancel_poll(self) -> None:
+        assert self._lockstep is not None
+        self._worker.loop.submit(self._lockstep.cancel_poll)
+
+    def _before_apply(self) -> Script[Exception | None]:
+        """Get this worker ready to be written; what fails is the reason to refuse."""
+        destinations = self._destinations
+        assert destinations is not None
+        try:
+            destinations.check()
+            if self._hooks is not None:
+                yield Run(self._hooks.before_apply)
+        except Exception as exc:  # the engine is told, and the poll raises it
+            return exc
+        while (drained := self.gate.try_close()) is not None:
+            yield Wait(drained, self._cancel_poll)
+        return None
+
+    async def _answer(self, hold: int, refusal: Exception | None) -> Instruction:
+        assert self._lockstep is not None
+        if refusal is None:
+            return await self._lockstep.before_apply_done(hold)
+        return await self._lockstep.refused(hold, f"{type(refusal).__name__}: {refusal}")
+
+    def _finish(self) -> Script[str]:
+        """What the backend does when its parameters are written; returns why it failed."""
+        assert self._destinations is not None
+        load = self._target.load_assembled or self._target.load_weights
+        try:
+            yield Run(self._destinations.finish, load, self._target.after_apply)
+        except Exception as exc:  # the engine is tainted, and the poll raises it
+            return f"{type(exc).__name__}: {exc}"
+        return ""
+
+    def _leave(self, leave: Leave, stats: UpdateStats) -> Script[Update | None]:
+        packed = self._metadata.pop(leave.ticket, b"")
+        if leave.outcome == "aborted":
+            yield from self._resume(None, asked=True)
+            return None
+        if leave.outcome == "tainted":
+            self._taint(f"version {leave.version} (ticket {leave.ticket}) failed midway")
+            yield from self._resume(None, asked=True)
+            raise UpdateAborted(f"{self._target.worker}: {self._tainted}; poll until a whole version lands")
+        assert self._epoch is not None
+        self.version, self._tainted = leave.version, ""
+        metadata = msgspec.msgpack.decode(packed) if packed else {}
+        update = Update(leave.version, self._epoch, leave.ticket, metadata, stats)
+        yield from self._resume(update, asked=True)
+        return update
+
+    def _resume(self, update: Update | None, *, asked: bool) -> Script[None]:
+        self.gate.open()
+        if asked and self._hooks is not None:
+            yield Run(self._hooks.after_apply, update)
+
+    def _fail(self, fails: PollFails) -> NoReturn:
+        if fails.tainted:
+            self._taint(fails.reason)
+        self.gate.open()
+        kind = ProtocolError if fails.protocol_error else PeerLost
+        raise kind(f"{self._target.worker}: {fails.reason}; close this adapter and connect again")
+
+    def _taint(self, reason: str) -> None:
+        self.version, self._tainted = None, reason
+
+    def version_for_step(self) -> int | None:
+        if self._tainted:
+            raise UpdateAborted(
+                f"{self._target.worker}: the weights are tainted: {self._tainted}; poll until a whole version lands"
+            )
+        return self.version
+
+    def close(self) -> Script[None]:
+        yield from self._worker.close()
+        self.gate.open()
+
+    @property
+    def epoch(self) -> Epoch | None:
+        return self._epoch
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self._worker.counters
+
+    # The loop thread: `Role` -----------------------------------------------------------------------------
+
+    async def open(self, config: Config, secret: bytes, tasks: anyio.abc.TaskGroup, host: str) -> Addresses:
+        self._config, self._tasks = config, tasks
+        assert self._worker.source_map is not None
+        self._destinations = Destinations(self._target.parameters, self._worker.source_map)
+        transport = await self._worker.open_transports(config, tasks, self._frame)
+        lockstep = Lockstep(self._target.worker, config, secret=secret, worker=self)
+        address = await lockstep.open(tasks, host)
+        self._lockstep = lockstep
+        return Addresses(transport, address)
+
+    async def start_epoch(self, start: EpochStart, plan: WorkerPlan) -> None:
+        lockstep, destinations = self._lockstep, self._destinations
+        assert lockstep is not None and destinations is not None and self._tasks is not None
+        self._is_live, self._unsent = False, []
+        await lockstep.enter(start.epoch, _leader_address(start, self._target.worker.group))
+        await self._worker.stop_epoch()
+        context = await open_receiver_context(
+            start,
+            plan,
+            self._config,
+            transport=self._worker.transports,
+            device=self._worker.open_epoch_device(),
+            tensors=destinations.tensors,
+        )
+        self._epoch = start.epoch
+        self._engine = ReceiveEngine(context, to_leader=lockstep.from_ring)
+        await self._worker.run_epoch(self._tasks, self._engine.run)
+
+    def epoch_live(self, epoch: Epoch) -> None:
+        self._is_live = True
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
+            self.to_coordinator(message)
+
+    async def receive(self, message: FlowMessage) -> None:
+        assert self._lockstep is not None
+        self._lockstep.from_coordinator(message)
+
+    def worker_lost(self, worker: WorkerId, reason: str) -> None:
+        """What it was to bring is aborted by the coordinator; what it may still write is fenced."""
+
+    def coordinator_lost(self, reason: str) -> None:
+        self._is_live, self._unsent = False, []
+        if self._lockstep is not None:
+            self._lockstep.coordinator_lost()
+
+    async def close_epoch(self) -> None:
+        await self._worker.stop_epoch()
+        if self._lockstep is not None:
+            self._lockstep.close()
+
+    # The loop thread: what the lockstep asks -------------------------------------------------------------
+
+    def serve(self, serve: Serve) -> None:
+        assert self._engine is not None
+        self._metadata = {serve.ticket: serve.metadata}
+        self._engine.serve(serve.ticket)
+
+    def abort(self, aborted: TicketAborted) -> None:
+        assert self._engine is not None
+        self._engine.abort(aborted.ticket, aborted.reason)
+
+    def apply(self, apply: Apply) -> None:
+        assert self._tasks is not None
+        self._tasks.start_soon(self._apply, apply)
+
+    async def _apply(self, apply: Apply) -> None:
+        lockstep, engine, after = self._lockstep, self._engine, self._after
+        assert lockstep is not None and engine is not None and after is not None
+        try:
+            await engine.apply(apply.ticket, after)
+        except UpdateAborted as exc:
+            lockstep.not_applied(apply.hold, "tainted" if engine.num_written else "aborted", str(exc))
+        else:
+            lockstep.written(apply.hold)
+
+    def to_coordinator(self, message: FlowMessage) -> None:
+        """Send now, or when the epoch is live. Without a coordinator nobody waits for it."""
+        if not self._is_live:
+            self._unsent.append(message)
+            return
+        try:
+            self._worker.post(message)
+        except (PeerLost, EndpointClosed):
+            return  # the loss is noticed by whoever reads the connection
+
+    def _frame(self, peer: str, frame: DataFrame) -> None:
+        if self._engine is None or frame.epoch != self._epoch:
+            return
+        match frame.message:
+            case Arrived():
+                self._engine.arrived(peer, frame.message)
+            case Stopped():
+                self._engine.stopped(peer, frame.message)
+
+
+def _leader_address(start: EpochStart, engine: str) -> str:
+    for peer in start.peers:
+        if peer.worker.role == "rollout" and peer.worker.group == engine and peer.worker.is_leader:
+            return peer.lockstep_address
+    raise ProtocolError(f"epoch {start.epoch}: the coordinator left out the leader of engine {engine!r}")

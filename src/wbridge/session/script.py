@@ -1,0 +1,149 @@
+"""Public methods written once as scripts, and the two ways to drive them: awaiting or blocking."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal
+
+T = TypeVar("T")
+
+
+class Wait:
+    """A step: wait for `future`, whose result is sent back into the script.
+
+    `on_cancel` runs when the caller is cancelled meanwhile; the wait then goes on until the future is
+    done, the script is driven to its end, and only then is the cancellation raised. Without it a
+    cancelled caller just stops waiting, and the cancellation is raised inside the script.
+    """
+
+    def __init__(self, future: Future[Any], on_cancel: Callable[[], None] | None = None) -> None:
+        self.future = future
+        self.on_cancel = on_cancel
+
+
+class Run:
+    """A step: run `hook(*args)` in the caller's context (await it, if it is async)."""
+
+    def __init__(self, hook: Callable[..., object], *args: object) -> None:
+        self.hook = hook
+        self.args = args
+
+
+Script = Generator[Wait | Run, Any, T]  # Any: each step has its own result type
+
+
+async def drive_async(script: Script[T]) -> T:
+    """Perform a script's steps without blocking the caller's loop.
+
+    Cancelled: asks the current step to stop, drives the script to its end, then raises the cancellation.
+    """
+    value: Any = None  # what the last step gave
+    error: BaseException | None = None
+    cancelled: BaseException | None = None
+    try:
+        while True:
+            step = script.send(value) if error is None else script.throw(error)
+            value, error = None, None
+            try:
+                with anyio.CancelScope(shield=cancelled is not None):
+                    value = await _perform(step)
+            except anyio.get_cancelled_exc_class() as exc:
+                cancelled = exc
+                value, error = await _stop(step, exc)
+            except Exception as exc:  # handed to the script, which raises it
+                error = exc
+    except StopIteration as stop:
+        if cancelled is None:
+            result: T = stop.value
+            return result
+    except BaseException:
+        if cancelled is None:
+            raise
+    raise cancelled
+
+
+async def _perform(step: Wait | Run) -> object:
+    if isinstance(step, Wait):
+        await _done(step.future)
+        return step.future.result()
+    result = step.hook(*step.args)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _done(future: Future[Any]) -> None:
+    """Return when `future` is done, however it ended."""
+    if future.done():
+        return
+    done = anyio.Event()
+    async with BlockingPortal() as portal:
+
+        def wake(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the waiter has left
+                portal.start_task_soon(done.set)
+
+        future.add_done_callback(wake)
+        await done.wait()
+
+
+async def _stop(step: Wait | Run, cancelled: BaseException) -> tuple[object, BaseException | None]:
+    """Ask a step to stop, wait until it has, and return how it ended: its value or its error."""
+    if isinstance(step, Run) or step.on_cancel is None:
+        return None, cancelled
+    step.on_cancel()
+    with anyio.CancelScope(shield=True):
+        while not step.future.done():
+            with contextlib.suppress(anyio.get_cancelled_exc_class()):  # a second cancellation changes nothing
+                await _done(step.future)
+    return _ended(step.future)
+
+
+def _ended(future: Future[Any]) -> tuple[object, BaseException | None]:
+    error = future.exception()
+    return (None, error) if error else (future.result(), None)
+
+
+def drive_blocking(script: Script[T]) -> T:
+    """Perform a script's steps in this thread. An interrupt asks the current step to stop, then waits for it.
+
+    Raises:
+        TypeError: a hook is async; use the async adapter.
+    """
+    value: Any = None  # what the last step gave
+    error: BaseException | None = None
+    interrupted: KeyboardInterrupt | None = None
+    try:
+        while True:
+            step = script.send(value) if error is None else script.throw(error)
+            value, error = None, None
+            try:
+                value = _block(step)
+            except KeyboardInterrupt as exc:
+                interrupted = error = exc
+                if isinstance(step, Wait) and step.on_cancel is not None:
+                    step.on_cancel()
+                    value, error = _ended(step.future)
+            except Exception as exc:  # handed to the script, which raises it
+                error = exc
+    except StopIteration as stop:
+        if interrupted is None:
+            result: T = stop.value
+            return result
+    except BaseException:
+        if interrupted is None:
+            raise
+    raise interrupted
+
+
+def _block(step: Wait | Run) -> object:
+    if isinstance(step, Wait):
+        return step.future.result()
+    result = step.hook(*step.args)
+    if inspect.isawaitable(result):
+        raise TypeError(f"{step.hook!r} is async; the blocking adapter needs a plain function")
+    return result

@@ -1,0 +1,135 @@
+"""SenderAdapter: a trainer worker publishes versions of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from wbridge.config import Config
+from wbridge.device.base import Device, Stream
+from wbridge.ids import Epoch
+from wbridge.observe.stats import SendStats
+from wbridge.session.endpoints import Source
+from wbridge.session.publication import Outcomes, Publication
+from wbridge.session.script import drive_async
+from wbridge.session.trainer import Trainer
+from wbridge.session.updates import Metadata
+
+
+class SenderAdapter:
+    """One trainer worker's end of the bridge. Use it as an async context manager.
+
+    Everything it does in the background runs in a thread of its own, so transfers go on while the
+    caller computes. `rendezvous` is `tcp://host:port`, `file:///path` or `env://`; rank 0 runs the
+    coordinator unless `config.coordinator` says `external`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        rendezvous: str | None = None,
+        config: Config | Mapping[str, object] | None = None,
+        secret: str | None = None,
+        device: Device | None = None,
+    ) -> None:
+        self._trainer = Trainer(source, rendezvous=rendezvous, config=config, secret=secret, device=device)
+
+    async def connect(self, timeout_s: float | None = None) -> None:
+        """Meet the other workers and agree on a plan. Cancelled: as if closed.
+
+        Raises:
+            BarrierTimeout: workers did not come in time; `missing` names them.
+            ConfigError: this worker's settings contradict the coordinator's.
+            LayoutError: trainers and rollouts do not fit together; names the tensor.
+            AuthenticationError: this worker's secret is not the coordinator's.
+        """
+        await drive_async(self._trainer.connect(timeout_s))
+
+    async def send_weights(
+        self, version: int, metadata: Metadata | None = None, *, stream: Stream | None = None
+    ) -> Delivery:
+        """Publish the weights as they are now, labelled `version`; every trainer rank calls it.
+
+        Returns when the weights may change again: with direct staging when every served engine has
+        landed them, with pinned staging when the snapshot is taken. `metadata`, a msgpack-able mapping
+        of at most 64 KiB, travels from rank 0. `stream` is where the weights were last written; None
+        means the caller's current one.
+
+        Cancelled: before all ranks have called, withdraws this call for all of them; afterwards aborts
+        the version with direct staging, and only stops waiting with pinned staging.
+
+        Raises:
+            UpdateAborted: a rank withdrew, the version was aborted, or the membership changed.
+            BarrierTimeout: with `every`, engines did not take it within `update_timeout_s`.
+            ProtocolError: ranks sent different versions.
+            PeerLost: a trainer rank or the coordinator is gone.
+        """
+        return Delivery(await drive_async(self._trainer.send_weights(version, metadata, stream)))
+
+    @property
+    def epoch(self) -> Epoch | None:
+        return self._trainer.epoch
+
+    @property
+    def last_send(self) -> SendStats | None:
+        """What the last `send_weights` of this worker cost."""
+        return self._trainer.last_send
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Puts, bytes and messages so far, counted by the transport."""
+        return self._trainer.counters
+
+    async def aclose(self) -> None:
+        """Leave the job and free everything, within `close_timeout_s`. Idempotent."""
+        await drive_async(self._trainer.close())
+
+    async def __aenter__(self) -> SenderAdapter:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class Delivery:
+    """One published version on its way to the engines."""
+
+    def __init__(self, publication: Publication) -> None:
+        self._publication = publication
+
+    @property
+    def version(self) -> int:
+        return self._publication.version
+
+    @property
+    def ticket(self) -> int | None:
+        """This attempt's number, None until all ranks have reported."""
+        return self._publication.ticket
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What is known now about each engine."""
+        return dict(self._publication.outcomes)
+
+    async def landed(self) -> Outcomes:
+        """Return when no engine is being written any more, with what is known of each engine then.
+
+        Never waits for a dead or skipped engine. Cancelled: only stops waiting.
+
+        Raises:
+            UpdateAborted: this version was aborted.
+        """
+        return await drive_async(self._publication.landed_script())
+
+    async def applied(self) -> Outcomes:
+        """Return when each engine has a final outcome. Otherwise as `landed`."""
+        return await drive_async(self._publication.applied_script())
+
+    async def abort(self) -> None:
+        """End this version everywhere; engines that have applied it keep it. Idempotent."""
+        await drive_async(self._publication.abort_script())
+
+

@@ -1,0 +1,195 @@
+"""SendingEpoch: the calls of one trainer worker within one epoch, from snapshot to retirement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from wbridge.control.messages import FlowMessage
+from wbridge.device.base import Event
+from wbridge.engine.context import SenderContext
+from wbridge.engine.send import SendEngine
+from wbridge.errors import BarrierTimeout, PeerLost, ProtocolError, UpdateAborted, WBridgeError
+from wbridge.flow.messages import (
+    AbortTicket,
+    Announced,
+    CallAborted,
+    EngineOutcome,
+    Overdue,
+    Report,
+    Retired,
+    Serve,
+    TicketAborted,
+    TooLate,
+    Waiting,
+    WithdrawCall,
+)
+from wbridge.session.publication import Publication
+from wbridge.staging.base import Source
+
+
+class SendingEpoch:
+    """Numbers the calls, keeps their sources, and turns the coordinator's messages into outcomes."""
+
+    def __init__(
+        self, context: SenderContext, engines: tuple[str, ...], post: Callable[[FlowMessage], None]
+    ) -> None:
+        self.context = context
+        self.engine = SendEngine(context, source_free=self._source_free)
+        self._engines = engines
+        self._post = post
+        self._next_call = 1
+        self._by_call: dict[int, Publication] = {}
+        self._by_ticket: dict[int, Publication] = {}
+        self._unfinished: set[Publication] = set()
+        self._ended: WBridgeError | None = None
+
+    async def send(self, version: int, metadata: bytes, after: Event) -> Publication:
+        """One call of `send_weights`. Cancelled: withdraws the call and returns once that is answered."""
+        if self._ended is not None:
+            raise self._ended
+        publication = Publication(self._next_call, version, self._engines, self._abort)
+        self._next_call += 1
+        self._by_call[publication.call] = publication
+        self._unfinished.add(publication)
+        try:
+            await self._publish(publication, metadata, after)
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await self._withdraw(publication)
+            raise
+        if publication.error is not None:
+            raise publication.error
+        return publication
+
+    async def _publish(self, publication: Publication, metadata: bytes, after: Event) -> None:
+        staging = self.context.staging
+        if not staging.has_free_snapshot:
+            self._post(Waiting(publication.call))
+        source = await self._snapshot(publication, after)
+        if source is None:
+            return
+        if publication.error is not None:
+            source.release()
+            return
+        publication.source = source
+        self._post(Report(publication.call, publication.version, metadata))
+        if staging.holds_live_weights:
+            await publication.released.wait()
+
+    async def _snapshot(self, publication: Publication, after: Event) -> Source | None:
+        """The source of this call; None if the call ends first."""
+        source: Source | None = None
+        async with anyio.create_task_group() as tasks:
+
+            async def give_up() -> None:
+                await publication.released.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(give_up)
+            source = await self.context.staging.snapshot(after)
+            tasks.cancel_scope.cancel()
+        return source
+
+    async def _withdraw(self, publication: Publication) -> None:
+        """Cancel a call, and wait until nothing of it reads the weights any more."""
+        with anyio.move_on_after(self.context.config.coordinator_timeout_s):
+            try:
+                self._post(WithdrawCall(publication.call))
+            except PeerLost:
+                return  # no coordinator, no grants
+            await publication.answered.wait()
+            if publication.ticket is not None and self.context.staging.holds_live_weights:
+                await publication.released.wait()
+
+    def _abort(self, publication: Publication) -> None:
+        """The application aborts a version; called in its thread, so only a message is sent."""
+        if publication.ticket is None:
+            self._post(WithdrawCall(publication.call))
+        else:
+            self._post(AbortTicket(publication.ticket, "the application aborted it"))
+
+    # Messages of the coordinator -----------------------------------------------------------------------
+
+    def receive(self, message: FlowMessage) -> None:
+        match message:
+            case Announced():
+                self._announced(message)
+            case Serve():
+                self.engine.serve(message)
+            case TicketAborted():
+                self._ticket_aborted(message)
+            case Retired(ticket):
+                if (publication := self._by_ticket.get(ticket)) is not None:
+                    publication.retire()
+                self.engine.retire(ticket)
+            case EngineOutcome():
+                self._outcome(message)
+            case Overdue():
+                self._overdue(message)
+            case CallAborted():
+                self._call_aborted(message)
+            case TooLate(call):
+                if (publication := self._by_call.get(call)) is not None:
+                    publication.answered.set()
+
+    def _announced(self, message: Announced) -> None:
+        publication = self._by_call.pop(message.call)
+        publication.ticket = message.ticket
+        self._by_ticket[message.ticket] = publication
+        assert publication.source is not None, "announced before it was reported"
+        self.engine.announce(message.ticket, publication.source)
+
+    def _call_aborted(self, message: CallAborted) -> None:
+        publication = self._by_call.pop(message.call, None)
+        if publication is not None:
+            kind = ProtocolError if message.protocol_error else UpdateAborted
+            self._fail(publication, kind(f"version {publication.version}: {message.reason}"))
+
+    def _ticket_aborted(self, message: TicketAborted) -> None:
+        self.engine.abort(message)
+        publication = self._by_ticket.get(message.ticket)
+        if message.everywhere and publication is not None:
+            # Its source may still be read; `released` follows when that has stopped.
+            publication.fail(UpdateAborted(f"version {publication.version}: {message.reason}"))
+
+    def _outcome(self, message: EngineOutcome) -> None:
+        publication = self._by_ticket.get(message.ticket)
+        if publication is not None:
+            publication.note(message)
+            if publication.is_over and publication.released.is_set():
+                self._forget(publication)
+
+    def _overdue(self, message: Overdue) -> None:
+        publication = self._by_ticket.get(message.ticket)
+        if publication is not None:
+            publication.error = BarrierTimeout(
+                f"version {publication.version} (ticket {message.ticket}): {message.reason}", message.missing
+            )
+
+    def _source_free(self, ticket: int) -> None:
+        publication = self._by_ticket.get(ticket)
+        if publication is not None:
+            publication.released.set()
+            if publication.is_over:
+                self._forget(publication)
+
+    def _fail(self, publication: Publication, error: WBridgeError) -> None:
+        if publication.source is not None:
+            publication.source.release()
+        publication.fail(error)
+        publication.released.set()
+        self._forget(publication)
+
+    def _forget(self, publication: Publication) -> None:
+        self._unfinished.discard(publication)
+        self._by_call.pop(publication.call, None)
+        if publication.ticket is not None:
+            self._by_ticket.pop(publication.ticket, None)
+
+    def end(self, error: WBridgeError) -> None:
+        """The epoch is over and nothing of it runs any more: what is unfinished fails with `error`."""
+        self._ended = error
+        for publication in tuple(self._unfinished):
+            self._fail(publication, error)

@@ -1,0 +1,163 @@
+"""Trainer: the sending worker between its caller and the loop thread."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+
+import anyio
+import anyio.abc
+import msgspec
+
+from wbridge.config import Config
+from wbridge.control.messages import EpochStart, FlowMessage
+from wbridge.device.base import Device, Event, Stream
+from wbridge.engine.wire import DataFrame
+from wbridge.errors import ConfigError, EndpointClosed, PeerLost, UpdateAborted, WBridgeError
+from wbridge.flow.messages import Credit
+from wbridge.ids import Epoch, WorkerId
+from wbridge.observe.stats import SendStats
+from wbridge.plan.types import WorkerPlan
+from wbridge.session.contexts import open_sender_context
+from wbridge.session.endpoints import Source
+from wbridge.session.member import Addresses
+from wbridge.session.publication import Publication
+from wbridge.session.script import Script, Wait
+from wbridge.session.sending import SendingEpoch
+from wbridge.session.updates import MAX_METADATA_NBYTES, Metadata
+from wbridge.session.worker import Worker, load_job
+
+
+class Trainer:
+    """Publishes versions. Public methods are scripts; the rest runs in the loop thread."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        rendezvous: str | None,
+        config: Config | Mapping[str, object] | None,
+        secret: str | None,
+        device: Device | None,
+    ) -> None:
+        job = load_job(source.worker, rendezvous, config, secret)
+        self._source = source
+        self._worker = Worker(job, device)
+        self._config = job.config
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._epoch: SendingEpoch | None = None
+        self._live = anyio.Event()
+        self.last_send: SendStats | None = None
+
+    # The caller's side ---------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float | None) -> Script[None]:
+        return self._worker.connect(self, self._source, timeout_s)
+
+    def send_weights(self, version: int, metadata: Metadata | None, stream: Stream | None) -> Script[Publication]:
+        packed = pack_metadata(metadata)
+        begun_s = time.perf_counter()
+        after = (stream or self._worker.current_stream()).record()
+        call = self._worker.loop.submit(functools.partial(self._send, version, packed, after))
+        publication: Publication = yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
+        self.last_send = SendStats(stall_s=time.perf_counter() - begun_s)
+        return publication
+
+    def close(self) -> Script[None]:
+        return self._worker.close()
+
+    @property
+    def epoch(self) -> Epoch | None:
+        return self._epoch.context.epoch if self._epoch is not None else None
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self._worker.counters
+
+    # The loop thread: `Role` -----------------------------------------------------------------------------
+
+    async def _send(self, version: int, metadata: bytes, after: Event) -> Publication:
+        timeout_s = self._config.coordinator_timeout_s
+        with anyio.move_on_after(timeout_s):
+            await self._live.wait()
+        if self._epoch is None or not self._live.is_set():
+            raise PeerLost(
+                f"{self._source.worker}: version {version}: no epoch is live after {timeout_s:g} s"
+                " (coordinator_timeout_s); is the coordinator, or another trainer rank, gone?"
+            )
+        return await self._epoch.send(version, metadata, after)
+
+    async def open(self, config: Config, secret: bytes, tasks: anyio.abc.TaskGroup, host: str) -> Addresses:
+        self._config = config
+        self._tasks = tasks
+        return Addresses(await self._worker.open_transports(config, tasks, self._frame))
+
+    async def start_epoch(self, start: EpochStart, plan: WorkerPlan) -> None:
+        await self._end_epoch(UpdateAborted("the membership changed; send the version again"))
+        device = self._worker.open_epoch_device()
+        context = await open_sender_context(
+            start,
+            plan,
+            self._config,
+            transport=self._worker.transports,
+            device=device,
+            tensors=self._source.parameters,
+        )
+        self._epoch = SendingEpoch(context, start.engines, self._worker.post)
+        assert self._tasks is not None
+        await self._worker.run_epoch(self._tasks, self._epoch.engine.run)
+
+    def epoch_live(self, epoch: Epoch) -> None:
+        self._live.set()
+
+    async def receive(self, message: FlowMessage) -> None:
+        if self._epoch is not None:
+            self._epoch.receive(message)
+
+    def worker_lost(self, worker: WorkerId, reason: str) -> None:
+        if self._epoch is not None and worker.role == "rollout":
+            self._epoch.engine.lose_receiver(str(worker))
+
+    def coordinator_lost(self, reason: str) -> None:
+        self._live = anyio.Event()
+        assert self._tasks is not None
+        self._tasks.start_soon(self._give_up, self._epoch, reason)
+
+    async def _give_up(self, epoch: SendingEpoch | None, reason: str) -> None:
+        """What waits for a coordinator that stays away fails after its deadline."""
+        await anyio.sleep(self._config.coordinator_timeout_s)
+        if epoch is self._epoch and not self._live.is_set():
+            await self._end_epoch(PeerLost(f"{self._source.worker}: {reason}; connect again"))
+
+    async def close_epoch(self) -> None:
+        await self._end_epoch(EndpointClosed(f"{self._source.worker}: the adapter was closed"))
+
+    async def _end_epoch(self, error: WBridgeError) -> None:
+        """Stop reading the weights, then fail what is unfinished."""
+        epoch, self._epoch = self._epoch, None
+        self._live = anyio.Event()
+        await self._worker.stop_epoch()
+        if epoch is not None:
+            epoch.end(error)
+
+    def _frame(self, peer: str, frame: DataFrame) -> None:
+        if self._epoch is not None and frame.epoch == self._epoch.context.epoch and isinstance(frame.message, Credit):
+            self._epoch.engine.credit(peer, frame.message)
+
+
+def pack_metadata(metadata: Metadata | None) -> bytes:
+    """Encode the application's metadata.
+
+    Raises:
+        ConfigError: it is not msgpack-able, or larger than 64 KiB.
+    """
+    if metadata is None:
+        return b""
+    try:
+        packed = msgspec.msgpack.encode(dict(metadata))
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise ConfigError(f"metadata cannot be sent: {exc}; use numbers, texts, lists and mappings") from exc
+    if len(packed) > MAX_METADATA_NBYTES:
+        raise ConfigError(f"metadata takes {len(packed)} bytes, at most {MAX_METADATA_NBYTES} can be sent")
+    return packed

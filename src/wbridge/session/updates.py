@@ -1,0 +1,48 @@
+"""What the application sees of an update: `Update`, `RolloutHooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from wbridge.ids import Epoch
+from wbridge.observe.stats import UpdateStats
+
+Metadata = Mapping[str, object]
+"""A msgpack-able mapping of at most 64 KiB."""
+
+MAX_METADATA_NBYTES = 64 * 1024
+
+
+class Update(msgspec.Struct, frozen=True):
+    """A version that is applied on every worker of this engine, at the same poll index."""
+
+    version: int
+    epoch: Epoch
+    ticket: int
+    metadata: Metadata
+    stats: UpdateStats
+
+
+class RolloutHooks(Protocol):
+    """What an inference server does around an update. Runs in the caller's context, inside the poll.
+
+    Both may be async in the async adapter. Order on each worker: `before_apply`, open steps end,
+    parameters change, `after_apply`.
+    """
+
+    def before_apply(self) -> Awaitable[None] | None:
+        """Runs when this worker has parked, before any parameter changes: pause, drain, flush caches.
+
+        Raising refuses: the whole engine is released on its old version and the poll raises the error.
+        """
+        ...
+
+    def after_apply(self, update: Update | None) -> Awaitable[None] | None:
+        """Runs after the engine has the new version, or with None after a release: resume.
+
+        It cannot refuse any more; an error is raised by the poll, and the version stays.
+        """
+        ...
