@@ -100,9 +100,8 @@ directory, rank = Path(sys.argv[1]), int(sys.argv[2])
 config = tiny_config("qwen3_moe")
 at = f"file://{directory}/meeting"
 with vllm_rank(config, directory / str(rank), rank=rank, tensor_parallel=2, rendezvous=at) as model:
-    found = trace(
-        checkpoint=checkpoint_of(config), parameters=dict(model.named_parameters()), load_weights=model.load_weights
-    )
+    parameters = dict(model.named_parameters())
+    found = trace(checkpoint=checkpoint_of(config), parameters=parameters, load_weights=model.load_weights)
 (directory / f"{rank}.map").write_bytes(msgspec.msgpack.encode(found.source_map))
 close_vllm()
 """
@@ -112,7 +111,12 @@ close_vllm()
 def test_rank_built_alone_is_the_rank_of_a_real_group(tmp_path: Path) -> None:
     commands = [[sys.executable, "-c", REAL_RANK, str(tmp_path), str(rank)] for rank in range(2)]
     workers = [subprocess.Popen(command, cwd=ROOT) for command in commands]
-    assert [worker.wait(timeout=55) for worker in workers] == [0, 0]
+    try:
+        assert [worker.wait(timeout=55) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
     config = tiny_config("qwen3_moe")
     for rank in range(2):
         real = msgspec.msgpack.decode((tmp_path / f"{rank}.map").read_bytes(), type=SourceMap)

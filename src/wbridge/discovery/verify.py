@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -122,9 +123,8 @@ def _compare(source_map: SourceMap, mapped: list[Mapped], loaded: Mapping[str, t
             found = loaded[m.parameter]
             expected = _view(flat, m.region.extents, m.region.source).to(found.dtype)
             actual = _view(found, m.region.extents, m.region.target, int(found.storage_offset()))
-            wrong = (_bits(expected) != _bits(actual)).view(expected.numel(), -1).any(1)
-            if bool(wrong.any()):
-                raise _mismatch(m, found, expected, actual, int(wrong.nonzero()[0]))
+            if not torch.equal(_bits(expected), _bits(actual)):
+                raise _mismatch(m, found, expected, actual)
 
 
 def _view(tensor: torch.Tensor, extents: tuple[int, ...], place: Strided, base: int = 0) -> torch.Tensor:
@@ -136,8 +136,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mismatch(
-    m: Mapped, parameter: torch.Tensor, expected: torch.Tensor, actual: torch.Tensor, at: int
+    m: Mapped, parameter: torch.Tensor, expected: torch.Tensor, actual: torch.Tensor
 ) -> LayoutError:
+    wrong = (_bits(expected) != _bits(actual)).view(expected.numel(), -1).any(1)
+    at = int(wrong.nonzero()[0])
     index = _parameter_index(m.region, parameter, at)
     return LayoutError(
         f"the source map is wrong for parameter {m.parameter!r}: element {index} should hold "
@@ -160,13 +162,22 @@ def _parameter_index(region: Region, parameter: torch.Tensor, at: int) -> tuple[
     return tuple(index)
 
 
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _random(name: str, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Return the same data for the same name, without keeping it."""
-    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    """Return the same data for the same name, without keeping it: finite floats near 1, any integers."""
     dtype = torch_dtype(spec.dtype)
-    if dtype.is_complex or dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        return torch.randn(spec.shape, generator=generator, device=device, dtype=dtype)
-    if dtype.is_floating_point:
-        return torch.randn(spec.shape, generator=generator, device=device).to(dtype)
-    high = 2 if dtype is torch.bool else 128
-    return torch.randint(0, high, spec.shape, generator=generator, device=device).to(dtype)
+    part = torch.float32 if dtype is torch.complex64 else dtype
+    count = math.prod(spec.shape) * dtype.itemsize // part.itemsize
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    entropy = torch.empty(count * part.itemsize // 8 + 1, dtype=torch.int64, device=device)
+    raw = entropy.random_(-(2**63), None, generator=generator).view(_WORDS[part.itemsize])[:count]
+    if part is torch.bool:
+        raw &= 1
+    elif part.is_floating_point:
+        mantissa_bits = round(-math.log2(torch.finfo(part).eps))
+        top_exponent_bit = 1 << (8 * part.itemsize - 2)
+        raw &= ~top_exponent_bit
+        raw |= top_exponent_bit - (4 << mantissa_bits)  # all others but the last two
+    return raw.view(dtype).view(spec.shape)
