@@ -95,3 +95,7 @@ class Transport(Protocol):
         True: no byte will be written there any more. False: not provable here.
         """
         ...
+
+    async def aclose(self) -> None:
+        """Close all endpoints and the inbox, in bounded time; peers get `PeerLost`. Idempotent."""
+        ...

@@ -33,6 +33,9 @@ from wbridge.transport.ucx_worker import Route, Transfer, UcxWorker
 SMALL_NBYTES: Final = 4096
 """Puts up to this travel in one frame with their notification."""
 
+_MAX_LARGE: Final = 16
+"""More large puts at a time would only fill the peer's queues."""
+
 
 class UcxxEndpoint:
     """Sends frames without waiting, and waits for room at the receiver before each message."""
@@ -59,6 +62,7 @@ class UcxxEndpoint:
         self._forget = forget
         self._operations = Operations()
         self._order = anyio.Lock(fast_acquire=True)
+        self._large = anyio.Semaphore(_MAX_LARGE, fast_acquire=True)
         self._room = anyio.Semaphore(0, fast_acquire=True)
         self._transfers: set[Transfer] = set()
         self._flushes: dict[int, anyio.Event] = {}
@@ -91,7 +95,8 @@ class UcxxEndpoint:
                     await self._room.acquire()
                     self._send(Small(self.connection, remote.token, bytes(source), notify))
             else:
-                await self._put_large(source, remote, notify)
+                async with self._large:
+                    await self._put_large(source, remote, notify)
             self._counters.add_put(source.nbytes)
 
     async def send(self, payload: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -53,7 +54,8 @@ class Incoming:
         self._inbox = inbox
         self._exposures = exposures
         self._forget = forget
-        self._puts: dict[bytes, _Landing] = {}
+        self._puts: dict[bytes, _Arrival] = {}
+        self._arrivals: deque[_Arrival] = deque()
         self._flushes: list[tuple[int, set[bytes]]] = []
         self._num_taken = 0
         self._closed = False
@@ -64,19 +66,20 @@ class Incoming:
     def on_frame(self, frame: Frame) -> None:
         match frame:
             case Text():
-                self._deliver(frame.payload)
+                self._arrive(_Arrival(frame.payload))
             case Small():
                 self._on_small(frame)
             case Begin():
                 self._on_begin(frame)
             case End():
                 if (landing := self._puts.get(frame.token)) is not None:
-                    landing.notify = frame.notify
-                    self._finish_if_complete(frame.token, landing)
+                    landing.notify, landing.over = frame.notify, True
+                    self._forget_if_over(frame.token, landing)
+                    self._arrive(landing)
             case Drop():
                 if (landing := self._puts.get(frame.token)) is not None:
-                    landing.dropped = True
-                    self._finish_if_complete(frame.token, landing)
+                    landing.dropped = landing.over = True
+                    self._forget_if_over(frame.token, landing)
             case Flush():
                 running = {token for token, landing in self._puts.items() if not landing.stopped}
                 self._flushes.append((frame.number, running))
@@ -104,12 +107,10 @@ class Incoming:
 
     def _on_small(self, frame: Small) -> None:
         memory = self._begin(frame.token, len(frame.data))
-        if memory is None:
-            self._take()
-            return
-        memory[:] = frame.data
-        self._exposures.finish(frame.token)
-        self._deliver(frame.notify)
+        if memory is not None:
+            memory[:] = frame.data
+            self._exposures.finish(frame.token)
+        self._arrive(_Arrival(frame.notify, dropped=memory is None))
 
     def _on_begin(self, frame: Begin) -> None:
         """Receive the bytes, into nowhere if the slot was withdrawn: the sender must not wait for ever.
@@ -118,16 +119,17 @@ class Incoming:
         cancel a posted receive, and then no slot could be taken back.
         """
         memory = self._begin(frame.token, frame.nbytes)
-        landing = _Landing(withdrawn=memory is None)
+        landing = _Arrival(None, stopped=False, dropped=memory is None)
         self._puts[frame.token] = landing
         where = memoryview(bytearray(frame.nbytes)) if memory is None else memory
 
         def stopped(transfer: Transfer) -> None:
             landing.stopped = True
             landing.dropped = landing.dropped or transfer.error is not None
-            if not landing.withdrawn:
+            if memory is not None:
                 self._exposures.finish(frame.token)
-            self._finish_if_complete(frame.token, landing)
+            self._forget_if_over(frame.token, landing)
+            self._deliver()
             self._answer_flushes()
 
         self._worker.receive(where, data_tag(frame.token), stopped)
@@ -139,16 +141,9 @@ class Incoming:
             _logger.warning("put refused", extra={"peer": self.hello.name, "reason": str(exc)})
             return None
 
-    def _finish_if_complete(self, token: bytes, landing: _Landing) -> None:
-        if not landing.stopped or (landing.notify is None and not landing.dropped):
-            return
-        self._puts.pop(token, None)
-        if landing.notify is None:
-            return
-        if landing.dropped or landing.withdrawn:
-            self._take()
-        else:
-            self._deliver(landing.notify)
+    def _forget_if_over(self, token: bytes, landing: _Arrival) -> None:
+        if landing.stopped and landing.over:
+            self._puts.pop(token, None)
 
     def _answer_flushes(self) -> None:
         for number, running in list(self._flushes):
@@ -157,8 +152,18 @@ class Incoming:
                 self._flushes.remove((number, running))
                 self._reply(Flushed(self.hello.connection, number))
 
-    def _deliver(self, payload: bytes) -> None:
-        self._inbox.post(Message(self.hello.name, payload), self._take)
+    def _arrive(self, arrival: _Arrival) -> None:
+        self._arrivals.append(arrival)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Pass on what is complete, in the order of sending: a put's bytes may come after its `End`."""
+        while self._arrivals and self._arrivals[0].stopped:
+            arrival = self._arrivals.popleft()
+            if arrival.dropped or arrival.notify is None:
+                self._take()
+            else:
+                self._inbox.post(Message(self.hello.name, arrival.notify), self._take)
 
     def _take(self) -> None:
         """Give the sender room again, in batches."""
@@ -172,11 +177,11 @@ class Incoming:
             self._send(frame)
 
 
-class _Landing:
-    """A put being received: notified when its bytes are here and `End` is too, in either order."""
+class _Arrival:
+    """A message, or a put whose bytes may still be on their way."""
 
-    def __init__(self, *, withdrawn: bool) -> None:
-        self.withdrawn = withdrawn
-        self.stopped = False
-        self.dropped = False
-        self.notify: bytes | None = None
+    def __init__(self, notify: bytes | None, *, stopped: bool = True, dropped: bool = False) -> None:
+        self.notify = notify
+        self.stopped = stopped
+        self.dropped = dropped
+        self.over = False

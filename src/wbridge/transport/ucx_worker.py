@@ -26,6 +26,9 @@ _FRAME_TAG: Final = 1
 _EAGER_NBYTES: Final = "128k"
 """Frames stay below this, so that none waits for its sender; longer puts go straight into their slot."""
 _CLOSE_ROUNDS: Final = 1000
+_IDLE_ROUNDS: Final = 4
+_FIRST_PAUSE_S: Final = 10e-6
+_LAST_PAUSE_S: Final = 1e-3
 
 
 def load_ucxx() -> tuple[Any, Any]:
@@ -99,6 +102,8 @@ class UcxWorker:
         self._frames: deque[tuple[UCXRequest, bytearray]] = deque()
         self._routes: list[Route] = []
         self._driving = False
+        self._pause_s = 0.0
+        self._retrying: asyncio.TimerHandle | None = None
         self._closed = False
         for _ in range(_NUM_POSTED):
             self._post(bytearray(FRAME_NBYTES))
@@ -148,12 +153,28 @@ class UcxWorker:
             return
         self._driving = True
         try:
-            while True:
+            idle_rounds = 0
+            while idle_rounds < _IDLE_ROUNDS:
                 self._worker.progress()
-                if not self._settle() and self._worker.arm():
+                if self._settle():
+                    idle_rounds, self._pause_s = 0, 0.0
+                elif self._worker.arm():
+                    self._pause_s = 0.0
                     return
+                idle_rounds += 1
+            self._retry()
         finally:
             self._driving = False
+
+    def _retry(self) -> None:
+        """UCX cannot be armed while a peer's queue is full: look again, ever less often, until it is not."""
+        if self._retrying is None:
+            self._retrying = self._loop.call_later(self._pause_s, self._drive_again)
+            self._pause_s = min(2 * self._pause_s + _FIRST_PAUSE_S, _LAST_PAUSE_S)
+
+    def _drive_again(self) -> None:
+        self._retrying = None
+        self.drive()
 
     def close(self) -> None:
         """End all receives and let UCX go. Idempotent.
@@ -166,6 +187,8 @@ class UcxWorker:
         self.drive()
         self._closed = True
         self._loop.remove_reader(self._descriptor)
+        if self._retrying is not None:
+            self._retrying.cancel()
         tags = [_FRAME_TAG] * len(self._frames)
         tags += [transfer.receive_tag for transfer in self._transfers.values() if transfer.receive_tag]
         own = self.open_route(self.address, None)

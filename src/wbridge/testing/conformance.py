@@ -1,0 +1,307 @@
+"""What every transport must do, as checks that run on any pair of transports.
+
+A test opens a pair and runs the checks on it; a transport conforms when all of `CHECKS` pass. No check
+waits on wall time, except that a lost answer ends in `TimeoutError` instead of a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final, NamedTuple, TypeAlias
+
+import anyio
+import anyio.lowlevel
+
+from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
+from wbridge.transport.base import Endpoint, RemoteSlot, Transport
+
+DEADLINE_S: Final = 30.0
+_LARGE_NBYTES: Final = 64 * 2**20
+_SIZES: Final = (1, 64, 4096, 4097, 100_000, 600_000)
+
+
+class Pair(NamedTuple):
+    """Two open transports; `sender` will connect to `receiver`."""
+
+    sender: Transport
+    receiver: Transport
+
+    async def connect(self) -> Endpoint:
+        return await self.sender.connect(self.receiver.address, self.receiver.name)
+
+    async def receive(self) -> bytes:
+        message = await self.receiver.inbox.receive()
+        assert message.peer == self.sender.name
+        return message.payload
+
+
+OpenPair: TypeAlias = Callable[[], AbstractAsyncContextManager[Pair]]
+"""Opens two transports that can reach each other, and closes them."""
+
+
+async def check_bytes_are_visible_before_their_notification(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        slots = [bytearray(nbytes) for nbytes in _SIZES]
+        for stamp in range(1, 25):
+            for k, slot in enumerate(slots):
+                remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+                source = bytes([stamp]) * len(slot)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(endpoint.put, memoryview(source), remote, bytes([k]))
+                    assert await pair.receive() == bytes([k])
+                    assert slot == source, f"slot {k} is torn or stale when its notification is here"
+
+
+async def check_messages_keep_their_order(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        sent = [index.to_bytes(4, "little") * (1 + index * 37 % 16_000) for index in range(300)]
+
+        async def send() -> None:
+            for payload in sent:
+                await endpoint.send(payload)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            assert [await pair.receive() for _ in sent] == sent
+
+
+async def check_a_notification_comes_after_earlier_messages(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        for nbytes in _SIZES:
+            remote = pair.receiver.expose(memoryview(bytearray(nbytes)), pair.sender.name)
+            await endpoint.send(b"before")
+            await endpoint.put(memoryview(bytes(nbytes)), remote, b"put")
+            await endpoint.send(b"after")
+            assert [await pair.receive() for _ in range(3)] == [b"before", b"put", b"after"]
+
+
+async def check_an_empty_put_is_legal(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        remote = pair.receiver.expose(memoryview(bytearray()), pair.sender.name)
+        await endpoint.put(memoryview(b""), remote, b"empty")
+        assert await pair.receive() == b"empty"
+
+
+async def check_a_large_put(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        source, slot = bytearray(b"0123456789abcdef") * (_LARGE_NBYTES // 16), bytearray(_LARGE_NBYTES)
+        remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+        await endpoint.put(memoryview(source), remote, b"large")
+        assert await pair.receive() == b"large"
+        assert slot == source
+
+
+async def check_many_outstanding_puts(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        slots = [bytearray(10_000 + 5_000 * (k % 40)) for k in range(400)]
+        async with anyio.create_task_group() as tasks:
+            for k, slot in enumerate(slots):
+                remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+                source = memoryview(bytes([k % 251]) * len(slot))
+                tasks.start_soon(endpoint.put, source, remote, k.to_bytes(2, "little"))
+            arrived = [int.from_bytes(await pair.receive(), "little") for _ in slots]
+        assert sorted(arrived) == list(range(len(slots)))
+        assert all(slot == bytes([k % 251]) * len(slot) for k, slot in enumerate(slots))
+
+
+async def check_a_cancelled_put_leaves_no_notification(open_pair: OpenPair) -> None:
+    """Each await of a put is cut once; what did not return is not notified, and after `flush` all is still."""
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        for nbytes in (64, 8 * 2**20):
+            for num_passes in range(12):
+                slot, source = bytearray(nbytes), bytearray(b"\1") * nbytes
+                remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+                returned = await _put_and_cancel(endpoint, memoryview(source), remote, num_passes)
+                await endpoint.flush()
+                source[:] = b"\2" * nbytes
+                before = bytes(slot)
+                assert await pair.receiver.withdraw(remote)
+                await endpoint.send(b"end")
+                received = [await pair.receive()]
+                if received != [b"end"]:
+                    received.append(await pair.receive())
+                assert received == ([b"put", b"end"] if returned else [b"end"])
+                assert slot == before, "bytes changed after flush"
+                assert 2 not in slot, "the source was read after flush"
+
+
+async def check_a_withdrawn_slot_is_not_written(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        for nbytes in _SIZES:
+            slot = bytearray(nbytes)
+            remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+            assert await pair.receiver.withdraw(remote)
+            assert await pair.receiver.withdraw(remote), "taking back twice is harmless"
+            await endpoint.put(memoryview(b"\1" * nbytes), remote, b"put")
+            await endpoint.flush()
+            await endpoint.send(b"end")
+            assert await pair.receive() == b"end"
+            assert not any(slot)
+
+
+async def check_a_slot_takes_one_put(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        for nbytes in _SIZES:
+            slot = bytearray(nbytes)
+            remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+            await endpoint.put(memoryview(b"\1" * nbytes), remote, b"first")
+            assert await pair.receive() == b"first"
+            await endpoint.put(memoryview(b"\2" * nbytes), remote, b"second")
+            await endpoint.flush()
+            await endpoint.send(b"end")
+            assert await pair.receive() == b"end"
+            assert slot == b"\1" * nbytes
+
+
+async def check_wrong_sizes_are_refused(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        remote = pair.receiver.expose(memoryview(bytearray(8)), pair.sender.name)
+        for call in (
+            lambda: endpoint.put(memoryview(bytes(7)), remote, b""),
+            lambda: endpoint.put(memoryview(bytes(8)), remote, bytes(65 * 1024)),
+            lambda: endpoint.send(bytes(65 * 1024)),
+        ):
+            await _raises(ProtocolError, call)
+        await endpoint.send(bytes(64 * 1024))
+        assert await pair.receive() == bytes(64 * 1024)
+
+
+async def check_the_inbox_is_bounded(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        sent = 0
+
+        async def send() -> None:
+            nonlocal sent
+            for index in range(10_000):
+                await endpoint.send(index.to_bytes(4, "little"))
+                sent += 1
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            await anyio.wait_all_tasks_blocked()
+            assert 0 < sent < 10_000, "a sender must wait for a reader"
+            for index in range(2_000):
+                assert await pair.receive() == index.to_bytes(4, "little")
+            assert sent >= 2_000
+            tasks.cancel_scope.cancel()
+
+
+async def check_a_closed_peer_is_noticed(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+
+        async def send_until_blocked() -> None:
+            while True:
+                await endpoint.send(b"x")
+
+        async def close() -> None:
+            await anyio.wait_all_tasks_blocked()
+            await pair.receiver.aclose()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(close)
+            await _raises(PeerLost, send_until_blocked)
+        await _raises(PeerLost, lambda: endpoint.send(b"x"))
+        await endpoint.flush()
+
+
+async def check_a_closed_endpoint_raises(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        remote = pair.receiver.expose(memoryview(bytearray(8)), pair.sender.name)
+
+        async def send_until_blocked() -> None:
+            while True:
+                await endpoint.send(b"x")
+
+        async def close() -> None:
+            await anyio.wait_all_tasks_blocked()
+            await endpoint.aclose()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(close)
+            await _raises(EndpointClosed, send_until_blocked)
+        await endpoint.aclose()
+        await _raises(EndpointClosed, lambda: endpoint.send(b"x"))
+        await _raises(EndpointClosed, lambda: endpoint.put(memoryview(bytes(8)), remote, b""))
+
+
+async def check_a_closed_transport_raises(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        await pair.connect()
+        await pair.sender.aclose()
+        await pair.sender.aclose()
+        await _raises(EndpointClosed, pair.connect)
+        try:
+            pair.sender.expose(memoryview(bytearray(1)), pair.receiver.name)
+        except EndpointClosed:
+            pass
+        else:
+            raise AssertionError("a closed transport exposed memory")
+        await _raises(anyio.EndOfStream, pair.sender.inbox.receive)
+
+
+async def check_counters_count_what_was_sent(open_pair: OpenPair) -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        for nbytes in _SIZES:
+            remote = pair.receiver.expose(memoryview(bytearray(nbytes)), pair.sender.name)
+            await endpoint.put(memoryview(bytes(nbytes)), remote, b"")
+        await endpoint.send(b"x")
+        expected = {"puts": len(_SIZES), "put_nbytes": sum(_SIZES), "messages": 1}
+        assert pair.sender.counters == expected
+        assert set(pair.receiver.counters.values()) == {0}
+
+
+async def check_no_task_is_left(open_pair: OpenPair) -> None:
+    before = {task.id for task in anyio.get_running_tasks()}
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        await endpoint.send(b"x")
+        await pair.receive()
+    assert {task.id for task in anyio.get_running_tasks()} <= before
+
+
+CHECKS: Final[tuple[Callable[[OpenPair], Awaitable[None]], ...]] = tuple(
+    check for name, check in sorted(globals().items()) if name.startswith("check_")
+)
+
+
+async def _put_and_cancel(
+    endpoint: Endpoint, source: memoryview, remote: RemoteSlot, num_passes: int
+) -> bool:
+    """Cancel a put after some passes of the loop; True if it had returned."""
+    returned = False
+
+    async def put() -> None:
+        nonlocal returned
+        await endpoint.put(source, remote, b"put")
+        returned = True
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(put)
+        for _ in range(num_passes):
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    return returned
+
+
+async def _raises(kind: type[Exception], call: Callable[[], Awaitable[object]]) -> None:
+    try:
+        with anyio.fail_after(DEADLINE_S):
+            await call()
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")

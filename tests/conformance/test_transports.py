@@ -1,0 +1,66 @@
+"""Every transport passes the same checks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from wbridge.config import Config
+from wbridge.testing.conformance import CHECKS, DEADLINE_S, OpenPair, Pair
+from wbridge.testing.faults import Faults, FaultyTransport
+from wbridge.transport.loopback import LoopbackTransport
+from wbridge.transport.select import open_transports
+from wbridge.transport.ucxx import UcxxTransport
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def loopback() -> AsyncIterator[Pair]:
+    async with LoopbackTransport("sender") as sender, LoopbackTransport("receiver") as receiver:
+        yield Pair(sender, receiver)
+
+
+@asynccontextmanager
+async def ucxx() -> AsyncIterator[Pair]:
+    pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
+    async with UcxxTransport("sender") as sender, UcxxTransport("receiver") as receiver:
+        yield Pair(sender, receiver)
+
+
+@asynccontextmanager
+async def ucxx_between_hosts() -> AsyncIterator[Pair]:
+    pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
+    async with UcxxTransport("sender", host="a") as sender, UcxxTransport("receiver", host="b") as receiver:
+        yield Pair(sender, receiver)
+
+
+@asynccontextmanager
+async def nearest() -> AsyncIterator[Pair]:
+    config = Config(transport="loopback")
+    async with (
+        open_transports(config, "one process", name="sender") as sender,
+        open_transports(config, "one process", name="receiver") as receiver,
+    ):
+        yield Pair(sender, receiver)
+
+
+@asynccontextmanager
+async def faulty() -> AsyncIterator[Pair]:
+    """Holding back may reorder endpoints, but must not break any promise."""
+    faults = Faults(seed=7, hold_rate=0.5, max_passes=5)
+    async with (
+        FaultyTransport(await LoopbackTransport("sender").__aenter__(), faults) as sender,
+        FaultyTransport(await LoopbackTransport("receiver").__aenter__(), faults) as receiver,
+    ):
+        yield Pair(sender, receiver)
+
+
+@pytest.mark.parametrize("open_pair", [loopback, ucxx, ucxx_between_hosts, nearest, faulty])
+@pytest.mark.parametrize("check", CHECKS)
+async def test_conforms(check: Callable[[OpenPair], Awaitable[None]], open_pair: OpenPair) -> None:
+    with anyio.fail_after(DEADLINE_S):
+        await check(open_pair)
