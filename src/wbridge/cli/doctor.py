@@ -1,0 +1,96 @@
+"""`wbridge doctor`: what works on this machine, and what to do about the rest."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from wbridge import __version__, native
+from wbridge.cli.table import print_table
+from wbridge.errors import WBridgeError
+from wbridge.transport.host import host_identity
+
+_UCX_LIBRARY = re.compile(r"\S+/libucp\S*\.so\S*")
+_SITE_UCX = (
+    "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true with a site UCX >= 1.19, built with verbs, on the library path"
+)
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report. `ok` None: absent, and only some jobs need it."""
+
+    subject: str
+    ok: bool | None
+    detail: str
+
+
+def run(options: argparse.Namespace) -> int:
+    findings = [_packages(), _host(), _processes(), _rdma(), _gpu()]
+    verdicts = {True: "ok", False: "missing", None: "absent"}
+    print_table(("what", "verdict", "detail"), ((f.subject, verdicts[f.ok], f.detail) for f in findings))
+    return 1 if any(finding.ok is False for finding in findings) else 0
+
+
+def _packages() -> Finding:
+    found = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "anyio", "msgspec")]
+    return Finding(
+        "wbridge", True, f"{__version__} on Python {platform.python_version()}, {', '.join(found)}"
+    )
+
+
+def _host() -> Finding:
+    return _try("host identity", host_identity)
+
+
+def _processes() -> Finding:
+    """Workers in different processes need ucxx."""
+
+    def version() -> str:
+        ucxx = native.require("ucxx")
+        return f"ucxx {ucxx.__version__}, UCX {'.'.join(map(str, ucxx.get_ucx_version()))} in {_ucx_folder()}"
+
+    return _try("between processes", version)
+
+
+def _rdma() -> Finding:
+    """UCX loads its RDMA part as a plug-in from a folder beside its library; the wheels ship without it."""
+    folder = _ucx_folder()
+    if folder is None:
+        return Finding("RDMA", None, "UCX is not loaded")
+    plugins = [path.name for path in folder.glob("ucx/libuct_ib*.so*")]
+    if plugins:
+        return Finding("RDMA", True, f"UCX in {folder} has verbs")
+    return Finding(
+        "RDMA", None, f"UCX in {folder} has no verbs: hosts talk over TCP; for RDMA set {_SITE_UCX}"
+    )
+
+
+def _gpu() -> Finding:
+    def name() -> str:
+        from wbridge.device.select import open_device  # loads torch, which the other commands do without
+
+        device = open_device("cuda")
+        device.close()
+        return device.name
+
+    finding = _try("GPU", name)
+    return finding if finding.ok else Finding("GPU", None, finding.detail)
+
+
+def _ucx_folder() -> Path | None:
+    """Where the UCX that this process has loaded lies."""
+    libraries = _UCX_LIBRARY.findall(Path("/proc/self/maps").read_text())
+    return Path(libraries[0]).parent if libraries else None
+
+
+def _try(subject: str, find: Callable[[], str]) -> Finding:
+    try:
+        return Finding(subject, True, find())
+    except WBridgeError as exc:
+        return Finding(subject, False, str(exc))

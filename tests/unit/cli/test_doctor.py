@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wbridge import native
+from wbridge.cli import doctor
+from wbridge.cli.main import main
+
+
+def rows(text: str) -> dict[str, str]:
+    lines = text.splitlines()
+    verdict = lines[0].index("verdict")
+    return {line[:verdict].strip(): line[verdict:] for line in lines[1:]}
+
+
+def test_what_is_missing_comes_with_its_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(module: str) -> None:
+        raise native.NativeUnavailable(f"{module} is not installed; install the extra")
+
+    monkeypatch.setattr(native, "require", absent)
+    monkeypatch.setattr(doctor, "_ucx_folder", lambda: None)
+
+    assert main(["doctor"]) == 1
+
+    report = rows(capsys.readouterr().out)
+    assert report["between processes"] == "missing  ucxx is not installed; install the extra"
+    assert report["RDMA"].startswith("absent")
+    assert report["wbridge"].startswith("ok")
+
+
+@pytest.mark.parametrize(("plugin", "ok"), [("libuct_ib.so.0", True), ("libuct_cma.so.0", None)])
+def test_rdma_is_told_by_the_plugin_beside_the_library(
+    plugin: str, ok: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ucx").mkdir()
+    (tmp_path / "ucx" / plugin).touch()
+    monkeypatch.setattr(doctor, "_ucx_folder", lambda: tmp_path)
+
+    finding = doctor._rdma()
+
+    assert finding.ok is ok
+    assert ok or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in finding.detail
