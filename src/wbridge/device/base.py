@@ -37,6 +37,10 @@ class Stream(Protocol):
         """Make all work submitted from now on wait for `event`, which may belong to another stream."""
         ...
 
+    def close(self) -> None:
+        """Accept no more work; what was submitted still runs, and nothing here waits for it. Idempotent."""
+        ...
+
 
 class Buffer(Protocol):
     """Owned bytes: they live as long as this object."""

@@ -49,8 +49,9 @@ class CpuDevice:
         with self._lock:
             if self._closed:
                 raise EndpointClosed(f"stream {name!r}: the cpu device is closed; open a new device")
+            self._streams = [stream for stream in self._streams if stream.is_alive()]
             self._streams.append(stream)
-        stream.start()
+            stream.start()
         return stream
 
     def current_stream(self) -> CallerStream:
@@ -63,7 +64,7 @@ class CpuDevice:
             self._closed = True
             streams = list(self._streams)
         for stream in streams:
-            stream.stop()
+            stream.close()
         for stream in streams:
             stream.join()
 
@@ -164,8 +165,10 @@ class CpuStream:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Let all submitted work run and accept no more."""
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
         with self._changed:
             self._stopping = True
             self._allow(self._num_submitted)
@@ -269,6 +272,9 @@ class CallerStream:
 
     def wait_event(self, event: Event) -> None:
         event.synchronize()
+
+    def close(self) -> None:
+        return
 
 
 class DoneEvent:

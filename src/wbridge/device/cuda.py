@@ -110,6 +110,9 @@ class CudaStream:
             raise InternalError(f"a CUDA stream cannot wait for a {type(event).__name__}")
         self._stream.wait_event(event.handle)
 
+    def close(self) -> None:
+        """Nothing to do: torch owns its streams and uses them again."""
+
 
 class CudaEvent:
     """A torch event."""

@@ -54,6 +54,10 @@ class SenderStaging(Protocol):
         """Give a slot back: the put that read it has stopped."""
         ...
 
+    def close(self) -> None:
+        """End the streams; copies that were started still finish. Idempotent."""
+        ...
+
 
 class ReceiverStaging(Protocol):
     """The memory of a receiver's ring, and the way from there into the parameters."""
@@ -91,4 +95,8 @@ class ReceiverStaging(Protocol):
 
     def replace(self, slot: int) -> None:
         """Abandon a slot's memory, which stays mapped, and give the slot new memory."""
+        ...
+
+    def close(self) -> None:
+        """End the streams; copies that were started still finish. Idempotent."""
         ...

@@ -41,6 +41,9 @@ class DirectSender:
     def release(self, slot: LocalSlot) -> None:
         self._slots.release(slot)
 
+    def close(self) -> None:
+        self._gathering.stream.close()
+
 
 class LiveSource:
     """The live parameters."""
@@ -88,3 +91,6 @@ class DirectReceiver:
 
     def replace(self, slot: int) -> None:
         self._ring.replace(slot)
+
+    def close(self) -> None:
+        self._ring.close()

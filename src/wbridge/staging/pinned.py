@@ -31,11 +31,11 @@ class PinnedSender:
         snapshot_versions: int,
     ) -> None:
         names = {transfer.source_parameter for piece in pieces for transfer in piece.transfers}
-        gathers = device.open_stream("gather")
+        self._gathers = device.open_stream("gather")
         self._stream = device.open_stream("snapshot")
         self._slots = LocalSlots(device, num_slots=local_slots, slot_nbytes=slot_nbytes(pieces))
         mirrors = [Mirror(device, parameters, names) for _ in range(snapshot_versions)]
-        self._free = deque(_Version(mirror, Gathering(gathers, pieces, mirror.tensors)) for mirror in mirrors)
+        self._free = deque(_Version(mirror, Gathering(self._gathers, pieces, mirror.tensors)) for mirror in mirrors)
         self._available = anyio.Semaphore(snapshot_versions, fast_acquire=True)
 
     @property
@@ -65,6 +65,10 @@ class PinnedSender:
 
     def release(self, slot: LocalSlot) -> None:
         self._slots.release(slot)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._gathers.close()
 
     def _give_back(self, version: _Version) -> None:
         self._free.append(version)
@@ -133,3 +137,6 @@ class PinnedReceiver:
 
     def replace(self, slot: int) -> None:
         self._ring.replace(slot)
+
+    def close(self) -> None:
+        self._ring.close()

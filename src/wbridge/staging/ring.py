@@ -29,6 +29,9 @@ class ReceiverRing:
             self._stream.wait_event(after)
         return scatter(self._stream, self._copies[group.index], self.memory.buffer(slot))
 
+    def close(self) -> None:
+        self._stream.close()
+
     def replace(self, slot: int) -> None:
         for copies in self._copies.values():
             copies.forget(self.memory.buffer(slot))
