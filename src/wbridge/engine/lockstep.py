@@ -137,7 +137,10 @@ class Lockstep:
         self._epoch = epoch
 
     def close(self) -> None:
+        """End the connections inside the engine. A poll that is parked now raises."""
         self._link.close()
+        self._from_follower(self.follower.leader_lost("this adapter was closed"))
+        self._instructions.close()
 
     # The caller's poll ---------------------------------------------------------------------------------
 

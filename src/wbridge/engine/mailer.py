@@ -82,8 +82,11 @@ class Mailer:
                         tasks.start_soon(self._put, order)
         except* (PeerLost, EndpointClosed):
             pass  # the coordinator hears of it by itself, and tells everyone
-        with anyio.CancelScope(shield=True):
-            await self._endpoint.aclose()
+        finally:
+            for stream in (self._orders, self._order_inbox, self._notes, self._note_inbox):
+                stream.close()
+            with anyio.CancelScope(shield=True):
+                await self._endpoint.aclose()
         self._lost(self._endpoint.peer)
 
     async def _put(self, order: Order) -> None:

@@ -50,10 +50,11 @@ class ReceiveEngine:
     async def run(self) -> None:
         """Give credits and guard quarantined slots until cancelled."""
         self._perform(self._ring.start())
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._send_credits)
-            async for fence in self._fence_inbox:
-                tasks.start_soon(self._guard, fence)
+        with self._credits, self._credit_inbox, self._fences, self._fence_inbox:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._send_credits)
+                async for fence in self._fence_inbox:
+                    tasks.start_soon(self._guard, fence)
 
     # What arrives -------------------------------------------------------------------------------------
 

@@ -238,6 +238,7 @@ class Rollout:
         assert lockstep is not None and destinations is not None and self._tasks is not None
         self._is_live, self._unsent = False, []
         await lockstep.enter(start.epoch, _leader_address(start, self._target.worker.group))
+        self._engine = None
         await self._worker.stop_epoch()
         context = await open_receiver_context(
             start,
@@ -270,6 +271,7 @@ class Rollout:
             self._lockstep.coordinator_lost()
 
     async def close_epoch(self) -> None:
+        self._engine = None
         await self._worker.stop_epoch()
         if self._lockstep is not None:
             self._lockstep.close()
