@@ -94,7 +94,7 @@ class Epochs:
             members=self._membership.status(),
             engines=live.engines() if live is not None else (),
             announced=live.announced if live is not None else None,
-            waiting_for=self.missing(),
+            waiting_for=self.missing() + (live.holders() if live is not None else ()),
         )
 
     # The one task

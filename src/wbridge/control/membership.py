@@ -10,7 +10,7 @@ import msgspec
 from wbridge.control.lease import LeasedConnection
 from wbridge.control.messages import Hello, MemberStatus
 from wbridge.errors import ConfigError
-from wbridge.ids import WorkerId
+from wbridge.ids import Role, WorkerId
 from wbridge.layout.source_map import SourceMap
 
 MAX_NAMED = 32
@@ -126,8 +126,8 @@ class Membership:
             for _, m in sorted(self._members.items())
         )
 
-    def _groups(self) -> dict[tuple[str, str], tuple[Member, ...]]:
-        groups: dict[tuple[str, str], list[Member]] = {}
+    def _groups(self) -> dict[tuple[Role, str], tuple[Member, ...]]:
+        groups: dict[tuple[Role, str], list[Member]] = {}
         for _, member in sorted(self._members.items()):
             groups.setdefault((member.worker.role, member.worker.group), []).append(member)
         return {key: tuple(members) for key, members in groups.items()}
@@ -151,15 +151,23 @@ def _check_together(member: Member, other: Member) -> None:
         )
 
 
-def _missing_in(role: str, group: str, members: tuple[Member, ...]) -> Iterator[str]:
-    shape = members[0].worker.mesh_shape
-    present = {m.worker.coordinate: m for m in members}
-    absent = (c for c in itertools.product(*map(range, shape)) if c not in present)
-    for coordinate in itertools.islice(absent, MAX_NAMED):
-        yield f"{role}/{group}[{','.join(map(str, coordinate))}]"
-    num_absent = members[0].worker.group_size - len(members)
+def _missing_in(role: Role, group: str, members: tuple[Member, ...]) -> Iterator[str]:
+    shape, size = members[0].worker.mesh_shape, members[0].worker.group_size
+    present = {member.worker.rank for member in members}
+    absent = (rank for rank in range(size) if rank not in present)
+    for rank in itertools.islice(absent, MAX_NAMED):
+        yield str(WorkerId(role, group, shape, _coordinate(rank, shape)))
+    num_absent = size - len(members)
     if num_absent > MAX_NAMED:
         yield f"{num_absent - MAX_NAMED} more of {role}/{group}"
     for member in members:
         if member.joined is None:
             yield f"{member.worker} (connected, has not described its weights yet)"
+
+
+def _coordinate(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    coordinate: list[int] = []
+    for extent in reversed(shape):
+        rank, c = divmod(rank, extent)
+        coordinate.append(c)
+    return tuple(reversed(coordinate))

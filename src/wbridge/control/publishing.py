@@ -142,6 +142,10 @@ class Publishing:
         while not self._tickets.quiet:
             await self._changed.wait()
 
+    def holders(self) -> tuple[str, ...]:
+        """Name the engines that have a version to land or to apply."""
+        return tuple(f"engine {name} (version {version})" for name, (_, version) in self.grants.items())
+
     def engines(self) -> tuple[EngineStatus, ...]:
         newest = self._tickets.next_ticket - 1
         return tuple(

@@ -110,9 +110,10 @@ class Worker:
         self.lease.abort("the test is over")
         return await self._tasks.__aexit__(kind, value, trace)
 
-    def join(self, described: SourceMap | None = None) -> None:
+    def join(self, described: SourceMap | None = None, patience_s: float = 0.0) -> None:
         encoded = msgspec.msgpack.encode(described or source_map(self.id))
-        self.lease.post(Join(encoded, f"address of {self.id}".encode(), f"lockstep of {self.id}"))
+        address = f"address of {self.id}".encode()
+        self.lease.post(Join(encoded, address, f"lockstep of {self.id}", patience_s))
 
     async def next(self) -> Message:
         return await self.lease.receive()

@@ -200,6 +200,13 @@ async def test_a_peer_that_never_comes_is_named() -> None:
             assert "connect_timeout_s" in str(caught.value)
 
 
+async def test_a_worker_may_have_less_patience_than_the_job() -> None:
+    async with running() as coordinator, Worker(rollout(), coordinator.address) as hasty:
+        hasty.join(patience_s=0.05)
+        with pytest.raises(BarrierTimeout, match=r"waited 0\.05 s for trainer group"):
+            await hasty.next()
+
+
 async def test_those_waited_for_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -64,6 +64,7 @@ async def test_one_update_from_report_to_outcome() -> None:
         for worker in (first, second, leader):
             assert await worker.flow() == Announced(1, 42, 1)
             assert await worker.flow() == Serve(1, 42, ("e0",), b"meta")
+        assert (await status(first)).waiting_for == ("engine e0 (version 42)",)
         leader.post(Landed(1))
         leader.post(Finished(1, "applied"))
         for rank in (first, second):
@@ -72,6 +73,7 @@ async def test_one_update_from_report_to_outcome() -> None:
 
         reply = await status(first)
         assert reply.announced == 42
+        assert reply.waiting_for == ()
         [engine] = reply.engines
         assert (engine.version, engine.lag, engine.tainted, engine.live) == (42, 0, False, True)
 
