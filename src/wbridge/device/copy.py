@@ -115,9 +115,9 @@ class _Ends:
         wire = getattr(torch, block.dtype)
         self._slot_dtype = _BITS[wire.itemsize] if tensor.dtype == wire else wire
         last = last_element(block.extents, block.parameter_strides) + block.parameter_offset
-        if last > last_element(tensor.shape, tensor.stride()):
+        if block.parameter_offset < 0 or last > last_element(tensor.shape, tensor.stride()):
             raise LayoutError(
-                f"{block.parameter}: element {last} lies beyond its shape {tuple(tensor.shape)}; "
+                f"{block.parameter}: elements {block.parameter_offset} to {last} leave its shape {tuple(tensor.shape)}; "
                 "describe the parameter again"
             )
         self.parameter = self._window(
