@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,9 +19,7 @@ class Owner(NamedTuple):
     attribute: str
 
 
-class _Binding(NamedTuple):
-    tensor: torch.Tensor
-    owner: Owner | None
+class _Place(NamedTuple):
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -29,16 +27,21 @@ class _Binding(NamedTuple):
 
 
 class Bindings:
-    """The live tensors of a worker and the addresses they had when they were bound."""
+    """Where the live tensors of a worker were when they were bound."""
 
-    def __init__(self, bound: Mapping[str, _Binding]) -> None:
-        self._bound = dict(bound)
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], names: Iterable[str], owners: Mapping[str, Owner]
+    ) -> None:
+        self._parameters = parameters
+        self._owners = owners
+        self._tensors = {name: parameters[name] for name in names}
+        self._places = {name: _place(tensor) for name, tensor in self._tensors.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._bound[name].tensor
+        return self._tensors[name]
 
     def __len__(self) -> int:
-        return len(self._bound)
+        return len(self._places)
 
     def check(self) -> None:
         """Return if every tensor is where it was.
@@ -46,29 +49,46 @@ class Bindings:
         Raises:
             LayoutError: some were replaced, moved or reshaped; the message names them and says how.
         """
-        moved = [f"{name}: {how}" for name, b in self._bound.items() if (how := _how_moved(b))]
+        moved = [f"{name}: {how}" for name in self._places if (how := self._how_moved(name))]
         if moved:
             rest = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
             raise LayoutError(
-                f"{len(moved)} of {len(self._bound)} destinations no longer alias the live parameters: "
+                f"{len(moved)} of {len(self._places)} destinations no longer alias the live parameters: "
                 f"{'; '.join(moved[:_SHOWN])}{rest}. Updates would go to dead memory: bind and discover "
                 "after the step that replaces parameters, or keep it from replacing them"
             )
 
+    def _how_moved(self, name: str) -> str:
+        owner, before = self._owners.get(name), self._places[name]
+        found = getattr(owner.object, owner.attribute, None) if owner else self._parameters.get(name)
+        if not isinstance(found, torch.Tensor):
+            return "deleted"
+        now = _place(found)
+        if now.shape != before.shape:
+            return f"shape {before.shape} became {now.shape}"
+        if now.dtype != before.dtype:
+            return f"dtype {before.dtype} became {now.dtype}"
+        if now.address != before.address:
+            return "its storage was replaced"
+        if now.strides != before.strides:
+            return f"strides {before.strides} became {now.strides}"
+        if owner and found is not self._tensors[name]:
+            return "its parameter object was replaced"
+        return ""
 
-def bind(parameters: Mapping[str, torch.Tensor], owners: Mapping[str, Owner] | None = None) -> Bindings:
-    """Remember where each parameter lies now.
 
-    `owners` says where the framework itself looks a parameter up, so that a replaced object is
-    noticed, not only a moved storage; see `owners_of`.
+def bind(
+    parameters: Mapping[str, torch.Tensor],
+    owners: Mapping[str, Owner] | None = None,
+    *,
+    names: Iterable[str] | None = None,
+) -> Bindings:
+    """Remember where each parameter lies now (or those of `names`).
+
+    `parameters` is read again at each check, so a mapping that looks the tensors up in a module shows
+    replaced ones. For a plain dict, `owners` says where the framework looks; see `owners_of`.
     """
-    owners = owners or {}
-    return Bindings(
-        {
-            name: _Binding(t, owners.get(name), t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype)
-            for name, t in parameters.items()
-        }
-    )
+    return Bindings(parameters, parameters if names is None else names, owners or {})
 
 
 def owners_of(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str, Owner]:
@@ -82,21 +102,5 @@ def owners_of(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> dic
     return owners
 
 
-def _how_moved(bound: _Binding) -> str:
-    current = bound.tensor
-    if bound.owner is not None:
-        found = getattr(bound.owner.object, bound.owner.attribute, None)
-        if not isinstance(found, torch.Tensor):
-            return "deleted from its module"
-        current = found
-    if tuple(current.shape) != bound.shape:
-        return f"shape {bound.shape} became {tuple(current.shape)}"
-    if current.dtype != bound.dtype:
-        return f"dtype {bound.dtype} became {current.dtype}"
-    if current.data_ptr() != bound.address:
-        return "its storage was replaced"
-    if tuple(current.stride()) != bound.strides:
-        return f"strides {bound.strides} became {tuple(current.stride())}"
-    if current is not bound.tensor:
-        return "its parameter object was replaced"
-    return ""
+def _place(tensor: torch.Tensor) -> _Place:
+    return _Place(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)

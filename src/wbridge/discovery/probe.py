@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from wbridge.discovery.decode import decode
-from wbridge.discovery.shadow import Guard, shadowed
+from wbridge.discovery.shadow import Shadows
 from wbridge.discovery.specs import parameter_spec
 from wbridge.discovery.trace import Discovered, LoadWeights, distinct
 from wbridge.discovery.traced import num_stored
@@ -74,17 +74,18 @@ def _run(
     weights: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    with shadowed(live, fill=_UNTOUCHED, dtype=dtype) as memory, torch.no_grad(), Guard(memory):
-        try:
+    shadows = Shadows(live.values(), fill=_UNTOUCHED, dtype=dtype)
+    try:
+        with torch.no_grad(), shadows:
             load_weights(weights)
-        except LayoutError:
-            raise
-        except Exception as exc:  # foreign code: whatever it raises means that it cannot be probed
-            raise LayoutError(
-                f"load_weights failed on integer tensors: {type(exc).__name__}: {exc}; use method='trace', "
-                "or declare the map"
-            ) from exc
-        return {name: tensor.data for name, tensor in live.items()}
+    except LayoutError:
+        raise
+    except Exception as exc:  # foreign code: whatever it raises means that it cannot be probed
+        raise LayoutError(
+            f"load_weights failed on integer tensors: {type(exc).__name__}: {exc}; use method='trace', "
+            "or declare the map"
+        ) from exc
+    return {name: shadows.of(tensor) for name, tensor in live.items()}
 
 
 class _Numbering:

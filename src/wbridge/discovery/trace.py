@@ -125,15 +125,19 @@ class _Undo:
                 tensor.data = data
                 replaced[name] = None
             owner = self._owners.get(name)
-            if owner is not None and getattr(owner.object, owner.attribute, None) is not tensor:
+            if owner is not None and _is_elsewhere(getattr(owner.object, owner.attribute, None), key):
                 setattr(owner.object, owner.attribute, tensor)
                 replaced[name] = None
             for mapping in self._mappings:
-                if mapping.get(name, tensor) is not tensor:
+                if name in mapping and _is_elsewhere(mapping[name], key):
                     replaced[name] = None
                     if isinstance(mapping, MutableMapping):
                         mapping[name] = tensor
         return list(replaced)
+
+
+def _is_elsewhere(found: object, key: int) -> bool:
+    return not isinstance(found, torch.Tensor) or storage_key(found) != key
 
 
 class _Assembly:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol  # operator arguments and results are whatever the loader uses
 
@@ -84,11 +84,11 @@ class Twins:
 
     def all(self, value: Any) -> Any:
         """Replace every tensor."""
-        return _replaced(value, self.of)
+        return replaced(value, self.of)
 
     def some(self, value: Any) -> Any:
         """Replace the tensors whose content is known; leave real ones, such as an index, as they are."""
-        return _replaced(value, lambda t: self.of(t) if self._is_known(t) else t)
+        return replaced(value, lambda t: self.of(t) if self._is_known(t) else t)
 
     def content(self, twin: torch.Tensor) -> Content | None:
         return self._by_storage.get(storage_key(twin))
@@ -151,13 +151,14 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Te
                 yield item
 
 
-def _replaced(value: Any, replace: Any) -> Any:
+def replaced(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return an operator's arguments or results with every tensor replaced."""
     if isinstance(value, torch.Tensor):
         return replace(value)
     if isinstance(value, dict):
-        return {k: _replaced(v, replace) for k, v in value.items()}
+        return {k: replaced(v, replace) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_replaced(v, replace) for v in value)
+        return type(value)(replaced(v, replace) for v in value)
     return value
 
 
@@ -177,3 +178,9 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple(
         (k, a.name) for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
     )
+
+
+@lru_cache(maxsize=4096)
+def is_view(func: Any) -> bool:
+    """Return whether an operator gives a view of an argument and touches no element."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any  # operator arguments and results are whatever the loader uses
 
 import torch
@@ -29,6 +28,7 @@ from wbridge.discovery.traced import (
     Key,
     Traced,
     Twins,
+    is_view,
     moved,
     num_stored,
     place_of,
@@ -130,7 +130,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     ) -> Any:
         """Return what an operator makes of traced tensors: views, moved elements or a computed tensor."""
         traced = [t for t in tensors if isinstance(t, Traced)]
-        if _is_view(func) and not traced:
+        if is_view(func) and not traced:
             return func(*args, **kwargs)  # of the loader's own buffer, whose content is found by its storage
         name = _short_name(func)
         args = self._with_positions(func, args)
@@ -260,11 +260,6 @@ def _shifted(region: Region, by: int) -> Region:
     if not by:
         return region
     return Region(region.extents, region.source, Strided(region.target.offset + by, region.target.strides))
-
-
-@lru_cache(maxsize=4096)
-def _is_view(func: Any) -> bool:
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _short_name(func: Any) -> str:

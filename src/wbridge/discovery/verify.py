@@ -6,12 +6,11 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
 
-from wbridge.discovery.shadow import Guard, shadowed
+from wbridge.discovery.shadow import Shadows
 from wbridge.discovery.specs import torch_dtype
 from wbridge.discovery.trace import LoadWeights
 from wbridge.discovery.traced import storage_key
@@ -83,32 +82,29 @@ def _replay(
     wanted = {m.parameter for m in mapped if m.tensor in chosen}
     storages = {storage_key(live[name]) for name in wanted}
     touched = {n: t for n, t in live.items() if is_full or storage_key(t) in storages}
-    with shadowed(touched) as memory:
-        tracer = Tracer({**{n: t for n, t in live.items() if n not in touched}, **memory})
-        mode: AbstractContextManager[object] = Guard(memory) if is_full else tracer
-        device = next(iter(live.values())).device
+    tracer = Tracer({n: t for n, t in live.items() if n not in touched})
+    shadows = Shadows(touched.values())
+    device = next(iter(live.values())).device
 
-        def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, spec in source_map.checkpoint.items():
-                real = name in chosen
-                yield (
-                    name,
-                    _random(name, spec, device) if real else tracer.checkpoint_tensor(name, spec, device),
-                )
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, spec in source_map.checkpoint.items():
+            real = name in chosen
+            yield name, _random(name, spec, device) if real else tracer.checkpoint_tensor(name, spec, device)
 
-        try:
-            with torch.no_grad(), mode:
-                load_weights(weights())
-        except LayoutError:
-            raise
-        except Exception as exc:  # foreign code: whatever it raises means that it cannot be replayed
-            raise LayoutError(
-                f"load_weights failed on random data: {type(exc).__name__}: {exc}. If it accepts only real "
-                "weights, set verify = 'off'"
-            ) from exc
-        if not is_full and any(tracer.was_written(tensor) for tensor in touched.values()):
-            return False
-        _compare(source_map, [m for m in mapped if m.tensor in chosen], touched)
+    try:
+        with torch.no_grad(), tracer, shadows:
+            load_weights(weights())
+    except LayoutError:
+        raise
+    except Exception as exc:  # foreign code: whatever it raises means that it cannot be replayed
+        raise LayoutError(
+            f"load_weights failed on random data: {type(exc).__name__}: {exc}. If it accepts only real "
+            "weights, set verify = 'off'"
+        ) from exc
+    loaded = {name: shadows.of(tensor) for name, tensor in touched.items()}
+    if not is_full and any(tracer.was_written(tensor) for tensor in loaded.values()):
+        return False
+    _compare(source_map, [m for m in mapped if m.tensor in chosen], loaded)
     return True
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
 import pytest
 import torch
 
+from wbridge.config import Config
+from wbridge.discovery.discover import discover
 from wbridge.discovery.pointers import Bindings, bind, owners_of
+from wbridge.discovery.specs import specs_of
 from wbridge.errors import LayoutError
 
 
@@ -81,3 +86,50 @@ def test_deleted_parameter_and_changed_dtype_or_strides_are_named() -> None:
 def test_unknown_names_have_no_owner() -> None:
     model, _ = bound_model()
     assert owners_of(model, {"nowhere.weight": torch.zeros(1), "0.missing": torch.zeros(1)}) == {}
+
+
+class Looking(Mapping[str, torch.Tensor]):
+    """Detached tensors of a module, looked up at each access."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.module.get_parameter(name).detach()
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.module.named_parameters())
+
+    def __len__(self) -> int:
+        return len(list(self))
+
+
+def test_mapping_that_looks_tensors_up_needs_no_owners() -> None:
+    module = torch.nn.Linear(3, 2)
+    bindings = bind(Looking(module), names=["weight"])
+    bindings.check()
+    module.bias = torch.nn.Parameter(torch.zeros(2))
+    bindings.check()
+    module.weight = torch.nn.Parameter(torch.zeros(2, 3))
+    with pytest.raises(LayoutError, match=r"1 of 1 destinations.*weight: its storage was replaced"):
+        bindings.check()
+
+
+@pytest.mark.parametrize("method", ["trace", "probe"])
+def test_discovery_on_a_mapping_that_looks_tensors_up(method: str) -> None:
+    module = torch.nn.Linear(3, 2)
+    before = module.weight.detach().clone()
+
+    def load_weights(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            module.get_parameter(name).data.copy_(tensor)
+
+    source_map = discover(
+        checkpoint=specs_of(module.state_dict()),
+        parameters=Looking(module),
+        load_weights=load_weights,
+        config=Config(verify="full"),
+        method=method,  # type: ignore[arg-type]  # one of the two
+    )
+    assert {m.parameter for m in source_map.mapped} == {"weight", "bias"}
+    assert torch.equal(module.weight, before)
