@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from wbridge.integrations.naming import row_major
+from wbridge.discovery.specs import row_major
 from wbridge.integrations.torch_dtensor import identity_map, source_from_module
 from wbridge.layout.region import Region, Strided
-from wbridge.layout.source_map import Mapped, ParameterSpec, SourceMap, TensorSpec
+from wbridge.layout.source_map import Mapped, SourceMap, TensorSpec
 
 pytestmark = pytest.mark.process
 NUM_EXPERTS, INNER, HIDDEN = 5, 3, 8
@@ -70,8 +70,8 @@ def per_expert(model: Model, full: dict[str, torch.Tensor]) -> tuple[SourceMap, 
             region = Region((INNER, HIDDEN), Strided(0, (HIDDEN, 1)), Strided(offset, (HIDDEN, 1)))
             mapped.append(Mapped(parameter="experts", tensor=name, region=region))
             tensors[name] = full["experts"][expert, half * INNER : (half + 1) * INNER].clone()
-    shape = tuple(full["experts"].shape)
-    parameters = {**plain.parameters, "experts": ParameterSpec(shape, row_major(shape), "float32")}
+    fused = row_major(TensorSpec(tuple(full["experts"].shape), "float32"))
+    parameters = {**plain.parameters, "experts": fused}
     return SourceMap(checkpoint=specs, parameters=parameters, mapped=tuple(mapped)), tensors
 
 

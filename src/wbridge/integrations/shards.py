@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from wbridge.errors import LayoutError
+from wbridge.layout.algebra import intersect, normalize
 from wbridge.layout.region import Region, Strided
-from wbridge.layout.source_map import Mapped
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -29,20 +28,6 @@ class Progression(msgspec.Struct, frozen=True):
     start_step: int
     position_step: int
     count: int
-
-
-class Part(msgspec.Struct, frozen=True):
-    """A box of an unsharded parameter that is (a strided part of) one checkpoint tensor.
-
-    Along dimension d the box holds indices `lows[d] <= i < lows[d] + extents[d]`; each step moves
-    `source_strides[d]` elements in the checkpoint tensor, from element `source_offset`.
-    """
-
-    tensor: str
-    lows: tuple[int, ...]
-    extents: tuple[int, ...]
-    source_offset: int
-    source_strides: tuple[int, ...]
 
 
 def whole_run(length: int) -> tuple[Run, ...]:
@@ -84,16 +69,6 @@ def _take(runs: Sequence[Run], low: int, high: int) -> list[Run]:
     return taken
 
 
-def _clip(runs: Sequence[Run], low: int, high: int) -> list[Run]:
-    """Return the part of `runs` whose global indices are low..high-1."""
-    clipped = []
-    for run in runs:
-        first, last = max(low, run.start), min(high, run.start + run.count)
-        if first < last:
-            clipped.append(Run(first, last - first, run.position + first - run.start))
-    return clipped
-
-
 def progressions(runs: Sequence[Run]) -> list[Progression]:
     """Join runs of equal length and spacing: an even strided shard is one progression."""
     joined: list[Progression] = []
@@ -111,55 +86,16 @@ def progressions(runs: Sequence[Run]) -> list[Progression]:
     return joined
 
 
-def part_of(mapped: Mapped, shape: tuple[int, ...], strides: tuple[int, ...]) -> Part:
-    """Read a region of an unsharded parameter of this shape and these strides as a box.
-
-    Raises:
-        LayoutError: the region is not a box of the parameter.
-    """
-    lows = []
-    rest = mapped.region.target.offset
-    for n, stride in zip(shape, strides, strict=True):
-        low = rest // stride if n > 1 else 0
-        lows.append(low)
-        rest -= low * stride
-    extents, source_strides = [1] * len(shape), [0] * len(shape)
-    for n, source, target in zip(
-        mapped.region.extents, mapped.region.source.strides, mapped.region.target.strides, strict=True
-    ):
-        if n == 1:
-            continue
-        dims = [d for d in range(len(shape)) if shape[d] > 1 and strides[d] == target and extents[d] == 1]
-        if not dims:
-            raise LayoutError(_not_a_box(mapped, shape))
-        extents[dims[0]], source_strides[dims[0]] = n, source
-    if rest or any(low + n > size for low, n, size in zip(lows, extents, shape, strict=True)):
-        raise LayoutError(_not_a_box(mapped, shape))
-    return Part(
-        mapped.tensor, tuple(lows), tuple(extents), mapped.region.source.offset, tuple(source_strides)
-    )
-
-
-def _not_a_box(mapped: Mapped, shape: tuple[int, ...]) -> str:
-    return (
-        f"checkpoint tensor {mapped.tensor!r} is not a box of parameter {mapped.parameter!r} {shape}: "
-        f"{mapped.region}; a sharded module needs whole slices, so describe this worker with explicit regions"
-    )
-
-
-def regions_of(part: Part, runs: Sequence[Sequence[Run]], local_strides: Sequence[int]) -> list[Region]:
-    """Return the regions of `part` in a shard that holds `runs[d]` of dimension d."""
-    choices = [
-        progressions(_clip(runs[d], low, low + n))
-        for d, (low, n) in enumerate(zip(part.lows, part.extents, strict=True))
-    ]
+def shard_regions(
+    runs: Sequence[Sequence[Run]], *, strides: Sequence[int], local_strides: Sequence[int]
+) -> list[Region]:
+    """Return the elements of a tensor that a shard holds, given the runs it holds of each dimension."""
     regions = []
-    for choice in itertools.product(*choices):
+    for choice in itertools.product(*(progressions(dim) for dim in runs)):
         loops: list[tuple[int, int, int]] = []
-        source_offset, target_offset = part.source_offset, 0
-        for d, p in enumerate(choice):
-            source, target = part.source_strides[d], local_strides[d]
-            source_offset += (p.start - part.lows[d]) * source
+        source_offset = target_offset = 0
+        for p, source, target in zip(choice, strides, local_strides, strict=True):
+            source_offset += p.start * source
             target_offset += p.position * target
             loops.append((p.repeat, p.start_step * source, p.position_step * target))
             loops.append((p.count, source, target))
@@ -172,6 +108,16 @@ def regions_of(part: Part, runs: Sequence[Sequence[Run]], local_strides: Sequenc
             )
         )
     return regions
+
+
+def compose(whole: Region, shard: Region) -> list[Region]:
+    """Return what a shard holds of a checkpoint tensor.
+
+    `whole` pairs the checkpoint tensor with the unsharded parameter, `shard` that parameter with its
+    local part.
+    """
+    turned = Region(whole.extents, whole.target, whole.source)
+    return [normalize(Region(o.extents, o.left, o.right)) for o in intersect(turned, shard)]
 
 
 def num_indices(runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
+from wbridge.discovery.specs import parameter_spec, row_major, tensor_spec
 from wbridge.errors import ConfigError, LayoutError
 from wbridge.ids import WorkerId
-from wbridge.integrations.naming import checkpoint_names, row_major, state_tensors, tensor_spec
-from wbridge.integrations.shards import Run, num_indices, part_of, regions_of, shard_runs, whole_run
+from wbridge.integrations.modules import LocalShards, local_tensor, named_state
+from wbridge.integrations.shards import Run, compose, num_indices, shard_regions, shard_runs, whole_run
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, ParameterSpec, SourceMap
 from wbridge.session.endpoints import Source
@@ -41,40 +42,14 @@ def source_from_module(
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
-    tensors = state_tensors(module)
-    names = checkpoint_names(tensors)
-    clean = {names[name]: tensor for name, tensor in tensors.items()}
-    worker = worker_id(clean.values(), group=group, mesh=mesh)
-    source_map = sharded_map(clean, whole=whole or identity_map(clean))
+    tensors, live = named_state(module)
+    source_map = sharded_map(tensors, whole=whole or identity_map(tensors))
     return Source(
-        worker=worker,
+        worker=worker_id(tensors.values(), group=group, mesh=mesh),
         checkpoint=source_map.checkpoint,
-        parameters=LiveTensors(module, {names[name]: name for name in tensors}),
+        parameters=LocalShards(live),
         source_map=source_map,
     )
-
-
-class LiveTensors(Mapping[str, torch.Tensor]):
-    """The local tensors of a module by checkpoint name, read from the module at each access."""
-
-    def __init__(self, module: torch.nn.Module, paths: Mapping[str, str]) -> None:
-        self._module = module
-        self._paths = paths
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        owner, _, attribute = self._paths[name].rpartition(".")
-        return local_tensor(getattr(self._module.get_submodule(owner), attribute))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of `tensor`, without padding and without a copy."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def worker_id(tensors: Iterable[torch.Tensor], *, group: str, mesh: DeviceMesh | None) -> WorkerId:
@@ -108,17 +83,13 @@ def worker_id(tensors: Iterable[torch.Tensor], *, group: str, mesh: DeviceMesh |
 def identity_map(tensors: Mapping[str, torch.Tensor]) -> SourceMap:
     """Return the map of an unsharded module whose parameters are the checkpoint's tensors."""
     specs = {name: tensor_spec(tensor) for name, tensor in tensors.items()}
+    parameters = {name: row_major(spec) for name, spec in specs.items()}
     mapped = []
-    for name, spec in specs.items():
-        view = Strided(0, row_major(spec.shape))
+    for name, spec in parameters.items():
+        view = Strided(0, spec.strides)
         if all(spec.shape):
             mapped.append(Mapped(parameter=name, tensor=name, region=Region(spec.shape, view, view)))
-    return SourceMap(
-        checkpoint=specs,
-        parameters={n: ParameterSpec(s.shape, row_major(s.shape), s.dtype) for n, s in specs.items()},
-        mapped=tuple(mapped),
-        method="declared",
-    )
+    return SourceMap(checkpoint=specs, parameters=parameters, mapped=tuple(mapped), method="declared")
 
 
 def sharded_map(tensors: Mapping[str, torch.Tensor], *, whole: SourceMap) -> SourceMap:
@@ -128,28 +99,28 @@ def sharded_map(tensors: Mapping[str, torch.Tensor], *, whole: SourceMap) -> Sou
         LayoutError: a placement is not a shard or replica, or a shape does not fit.
     """
     parameters: dict[str, ParameterSpec] = {}
-    runs: dict[str, tuple[tuple[Run, ...], ...]] = {}
+    held: dict[str, list[Region]] = {}
     for name, tensor in tensors.items():
-        spec = tensor_spec(tensor)
-        if name not in whole.parameters or whole.parameters[name].shape != spec.shape:
+        spec = row_major(tensor_spec(tensor))
+        if whole.parameters.get(name) != spec:
             raise LayoutError(
-                f"parameter {name!r} has shape {spec.shape}, but the map of the unsharded module says "
+                f"parameter {name!r} is {spec}, but the map of the unsharded module says "
                 f"{whole.parameters.get(name)}; build both from the same module"
             )
-        local = local_tensor(tensor)
-        runs[name] = _runs(name, tensor)
-        if tuple(local.shape) != num_indices(runs[name]):
+        local, runs = local_tensor(tensor), _runs(name, tensor)
+        if tuple(local.shape) != num_indices(runs):
             raise LayoutError(
                 f"parameter {name!r}: the local shard has shape {tuple(local.shape)}, its placements "
-                f"{getattr(tensor, 'placements', ())} say {num_indices(runs[name])}"
+                f"{getattr(tensor, 'placements', ())} say {num_indices(runs)}"
             )
-        parameters[name] = ParameterSpec(tuple(local.shape), tuple(local.stride()), spec.dtype)
-    mapped = []
-    for entry in whole.mapped:
-        unsharded = whole.parameters[entry.parameter]
-        part = part_of(entry, unsharded.shape, unsharded.strides)
-        for region in regions_of(part, runs[entry.parameter], parameters[entry.parameter].strides):
-            mapped.append(Mapped(parameter=entry.parameter, tensor=entry.tensor, region=region))
+        parameters[name] = parameter_spec(local)
+        held[name] = shard_regions(runs, strides=spec.strides, local_strides=local.stride())
+    mapped = [
+        Mapped(parameter=entry.parameter, tensor=entry.tensor, region=region)
+        for entry in whole.mapped
+        for shard in held[entry.parameter]
+        for region in compose(entry.region, shard)
+    ]
     return SourceMap(
         checkpoint=whole.checkpoint, parameters=parameters, mapped=tuple(mapped), method="declared"
     )
