@@ -18,7 +18,7 @@ FUNCTION_LINES = 50
 TORCH_MAY_APPEAR_IN = ("device/", "discovery/", "engine/apply.py", "integrations/")
 FRAMEWORKS = ("transformers", "vllm", "megatron", "sglang", "ray", "trl", "deepspeed", "accelerate")
 UNPICKLERS = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
-MODE_MAY_BE_READ_IN = ("config.py", "settings.py", "cli/", "session/context.py")
+MODE_MAY_BE_READ_IN = ("config.py", "settings.py", "cli/", "session/contexts.py")
 
 
 def name(path: Path) -> str:

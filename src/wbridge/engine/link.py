@@ -29,7 +29,9 @@ class EngineLink:
     A loss is noticed at once, as the end of a connection, without the coordinator.
     """
 
-    def __init__(self, worker: WorkerId, *, secret: bytes, heartbeat_s: float, deliver: Deliver, lost: Lost) -> None:
+    def __init__(
+        self, worker: WorkerId, *, secret: bytes, heartbeat_s: float, deliver: Deliver, lost: Lost
+    ) -> None:
         self._worker = worker
         self._secret = secret
         self._heartbeat_s = heartbeat_s

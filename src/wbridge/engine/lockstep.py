@@ -54,7 +54,6 @@ from wbridge.flow.messages import (
 from wbridge.ids import Epoch, WorkerId
 
 
-
 class Written(msgspec.Struct, frozen=True):
     """The slots are in the parameters: run what the backend does then, and call `applied`."""
 
@@ -93,9 +92,10 @@ class Lockstep:
         self.follower = Follower()
         self._leader: Leader | None = None
         if worker_id.is_leader:
-            direct = config.mode.receiver_staging == "direct"
             self._leader = Leader(
-                self._num_workers, offers_when_parked=direct, max_poll_skew=config.max_poll_skew
+                self._num_workers,
+                offers_when_parked=config.offers_are_parked,
+                max_poll_skew=config.max_poll_skew,
             )
         self._link = EngineLink(
             worker_id, secret=secret, heartbeat_s=config.heartbeat_s, deliver=self._delivered, lost=self._lost
@@ -304,10 +304,12 @@ class Lockstep:
 
     async def _time_hold(self, hold: int) -> None:
         with anyio.CancelScope() as self._hold_timer:
-            await anyio.sleep(self._config.hold_timeout_s)
+            with anyio.move_on_after(self._config.hold_timeout_s):
+                await anyio.sleep_forever()
             self._from_follower(self.follower.hold_timed_out(hold))
 
     async def _time_grant(self, ticket: int) -> None:
-        await anyio.sleep(self._config.coordinator_timeout_s)
+        with anyio.move_on_after(self._config.coordinator_timeout_s):
+            await anyio.sleep_forever()
         assert self._leader is not None
         self._from_leader(self._leader.grant_timed_out(ticket))

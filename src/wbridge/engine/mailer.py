@@ -107,7 +107,7 @@ class Mailer:
             arrived = Arrived(credit.ticket, credit.group, credit.piece, total)
             remote = RemoteSlot(credit.token, credit.nbytes)
             await self._endpoint.put(view, remote, encode(self._context.epoch, arrived))
-        except BaseException:
+        except BaseException:  # whatever it is, the transport must have stopped; raised again
             with anyio.CancelScope(shield=True):
                 await self._endpoint.flush()  # until then the transport may read the slot
             raise

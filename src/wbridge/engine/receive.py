@@ -34,7 +34,8 @@ class ReceiveEngine:
         self._groups = context.plan.incoming
         self._ring = ReceiverRing(context.staging.num_slots)
         self._incoming = tuple(
-            Incoming(tuple(str(piece.writer) for piece in group.pieces), group.stage) for group in self._groups
+            Incoming(tuple(str(piece.writer) for piece in group.pieces), group.stage)
+            for group in self._groups
         )
         self._exposed: dict[Key, RemoteSlot] = {}
         self._slots: dict[Key, int] = {}

@@ -35,9 +35,7 @@ class SendEngine:
         self._outgoing = Outgoing()
         self._shares = _shares_of(context)
         self._mailers = {
-            name: Mailer(
-                context, endpoint, put_ended=self._put_ended, flushed=self._flushed, lost=self._lost
-            )
+            name: Mailer(context, endpoint, put_ended=self._put_ended, flushed=self._flushed, lost=self._lost)
             for name, endpoint in context.endpoints.items()
         }
 

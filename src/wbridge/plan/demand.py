@@ -110,7 +110,7 @@ def _needs_of(worker: WorkerId, source_map: SourceMap, included: _Included) -> l
                     receiver=worker,
                     parameter=mapped.parameter,
                     tensor=mapped.tensor,
-                    dtype=_dtype_of(worker, source_map, mapped),
+                    dtype=source_map.parameters[mapped.parameter].dtype,
                     region=at_origin(region),
                     offset=region.target.offset,
                     repeats=repeats,
@@ -129,7 +129,7 @@ def _find_supplies(
         for mapped in sorted(source_map.mapped, key=_mapped_key):
             if mapped.tensor not in names:
                 continue
-            dtype = _dtype_of(worker, source_map, mapped)
+            dtype = source_map.parameters[mapped.parameter].dtype
             spec = source_map.checkpoint[mapped.tensor]
             first, first_spec, first_dtype = origin.setdefault(mapped.tensor, (worker, spec, dtype))
             if spec.shape != first_spec.shape:
@@ -167,16 +167,6 @@ def _check_pair(
             f" in {need.parameter!r} of {need.receiver}; only float types are cast, so make the two equal"
         )
     checked.add(pair)
-
-
-def _dtype_of(worker: WorkerId, source_map: SourceMap, mapped: Mapped) -> str:
-    parameter = source_map.parameters.get(mapped.parameter)
-    if parameter is None or mapped.tensor not in source_map.checkpoint:
-        raise LayoutError(
-            f"{worker}: the source map pairs {mapped.parameter!r} with {mapped.tensor!r}"
-            " but does not describe both; build the map again"
-        )
-    return parameter.dtype
 
 
 def _mapped_key(mapped: Mapped) -> tuple[object, ...]:

@@ -23,7 +23,13 @@ Tensors = Mapping[str, Any]  # torch tensors; torch stays out of this layer
 
 
 async def open_sender_context(
-    start: EpochStart, plan: WorkerPlan, config: Config, *, transport: Transports, device: Device, tensors: Tensors
+    start: EpochStart,
+    plan: WorkerPlan,
+    config: Config,
+    *,
+    transport: Transports,
+    device: Device,
+    tensors: Tensors,
 ) -> SenderContext:
     """Connect to every receiver of this worker and allocate its gather slots and snapshots."""
     peers = _peers(start, {o.receiver for o in plan.outgoing})
@@ -40,7 +46,13 @@ async def open_sender_context(
 
 
 async def open_receiver_context(
-    start: EpochStart, plan: WorkerPlan, config: Config, *, transport: Transports, device: Device, tensors: Tensors
+    start: EpochStart,
+    plan: WorkerPlan,
+    config: Config,
+    *,
+    transport: Transports,
+    device: Device,
+    tensors: Tensors,
 ) -> ReceiverContext:
     """Connect to every writer of this worker, for its credits, and allocate its ring."""
     peers = _peers(start, {piece.writer for group in plan.incoming for piece in group.pieces})
@@ -80,7 +92,9 @@ def _peers(start: EpochStart, workers: Iterable[WorkerId]) -> tuple[Peer, ...]:
     known = {peer.worker: peer for peer in start.peers}
     missing = sorted(str(worker) for worker in workers if worker not in known)
     if missing:
-        raise ProtocolError(f"epoch {start.epoch}: the plan names {missing[0]}, whose address the coordinator left out")
+        raise ProtocolError(
+            f"epoch {start.epoch}: the plan names {missing[0]}, whose address the coordinator left out"
+        )
     return tuple(known[worker] for worker in sorted(workers))
 
 

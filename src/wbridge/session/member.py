@@ -79,6 +79,9 @@ class Role(Protocol):
         ...
 
 
+PATIENCE_S = 10.0
+"""The coordinator is the first to say that time is up, since it knows who is missing."""
+
 HostCoordinator = Callable[..., Coroutine[object, object, None]]
 """Runs a coordinator; reports (rendezvous, secret) as its `task_status`."""
 
@@ -131,7 +134,8 @@ class Member:
                 self.connected.set_exception(EndpointClosed(f"{self._job.worker}: closed while connecting"))
 
     async def _watch_connect(self) -> None:
-        await anyio.sleep(self._connect_timeout_s)
+        with anyio.move_on_after(self._connect_timeout_s + PATIENCE_S):
+            await anyio.sleep_forever()
         if not self.connected.done():
             raise BarrierTimeout(
                 f"{self._job.worker}: no epoch was live within {self._connect_timeout_s:g} s; `wbridge status` says"
@@ -156,7 +160,8 @@ class Member:
                 secret = look_up(job.rendezvous, job.secret).secret
                 config = adopt(job.config, welcome.job)
                 self._addresses = await self._role.open(config, secret, tasks, connection.local_host)
-            lease.post(Join(self._source_map, self._addresses.transport, self._addresses.lockstep))
+            addresses, patience_s = self._addresses, self._connect_timeout_s
+            lease.post(Join(self._source_map, addresses.transport, addresses.lockstep, patience_s))
             self._lease = lease
             try:
                 await self._read(lease)

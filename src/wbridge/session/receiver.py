@@ -50,7 +50,9 @@ class ReceiverAdapter:
         """
         await drive_async(self._rollout.connect(timeout_s))
 
-    async def poll_requests(self, wait_s: float | None = None, *, stream: Stream | None = None) -> Update | None:
+    async def poll_requests(
+        self, wait_s: float | None = None, *, stream: Stream | None = None
+    ) -> Update | None:
         """Apply a new version if the engine agreed to do so at this poll; else return None at once.
 
         With `wait_s` it sleeps until an update is applied, at most that long. `stream` is where the
@@ -125,7 +127,7 @@ class Step:
             yield Wait(closed)
         try:
             return self._rollout.version_for_step()
-        except BaseException:
+        except BaseException:  # whatever it is, the step was not entered; raised again
             self._rollout.gate.leave()
             raise
 

@@ -125,7 +125,9 @@ class Rollout:
                     return None
                 case Leave():
                     now_s = time.perf_counter()
-                    stats = UpdateStats(stall_s=now_s - begun_s, park_s=parked_s - begun_s, apply_s=now_s - parked_s)
+                    stats = UpdateStats(
+                        stall_s=now_s - begun_s, park_s=parked_s - begun_s, apply_s=now_s - parked_s
+                    )
                     return (yield from self._leave(instruction, stats))
                 case PollFails():
                     self._fail(instruction)

@@ -62,7 +62,7 @@ async def drive_async(script: Script[T]) -> T:
         if cancelled is None:
             result: T = stop.value
             return result
-    except BaseException:
+    except BaseException:  # a cancellation that came first wins over it
         if cancelled is None:
             raise
     raise cancelled
@@ -98,7 +98,9 @@ async def _stop(step: Wait | Run, cancelled: BaseException) -> tuple[object, Bas
     step.on_cancel()
     with anyio.CancelScope(shield=True):
         while not step.future.done():
-            with contextlib.suppress(anyio.get_cancelled_exc_class()):  # a second cancellation changes nothing
+            with contextlib.suppress(
+                anyio.get_cancelled_exc_class()
+            ):  # a second cancellation changes nothing
                 await _done(step.future)
     return _ended(step.future)
 
@@ -134,7 +136,7 @@ def drive_blocking(script: Script[T]) -> T:
         if interrupted is None:
             result: T = stop.value
             return result
-    except BaseException:
+    except BaseException:  # a cancellation that came first wins over it
         if interrupted is None:
             raise
     raise interrupted

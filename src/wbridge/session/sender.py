@@ -131,5 +131,3 @@ class Delivery:
     async def abort(self) -> None:
         """End this version everywhere; engines that have applied it keep it. Idempotent."""
         await drive_async(self._publication.abort_script())
-
-

@@ -55,7 +55,9 @@ class Trainer:
     def connect(self, timeout_s: float | None) -> Script[None]:
         return self._worker.connect(self, self._source, timeout_s)
 
-    def send_weights(self, version: int, metadata: Metadata | None, stream: Stream | None) -> Script[Publication]:
+    def send_weights(
+        self, version: int, metadata: Metadata | None, stream: Stream | None
+    ) -> Script[Publication]:
         packed = pack_metadata(metadata)
         begun_s = time.perf_counter()
         after = (stream or self._worker.current_stream()).record()
@@ -126,7 +128,8 @@ class Trainer:
 
     async def _give_up(self, epoch: SendingEpoch | None, reason: str) -> None:
         """What waits for a coordinator that stays away fails after its deadline."""
-        await anyio.sleep(self._config.coordinator_timeout_s)
+        with anyio.move_on_after(self._config.coordinator_timeout_s):
+            await anyio.sleep_forever()
         if epoch is self._epoch and not self._live.is_set():
             await self._end_epoch(PeerLost(f"{self._source.worker}: {reason}; connect again"))
 
@@ -142,7 +145,11 @@ class Trainer:
             epoch.end(error)
 
     def _frame(self, peer: str, frame: DataFrame) -> None:
-        if self._epoch is not None and frame.epoch == self._epoch.context.epoch and isinstance(frame.message, Credit):
+        if (
+            self._epoch is not None
+            and frame.epoch == self._epoch.context.epoch
+            and isinstance(frame.message, Credit)
+        ):
             self._epoch.engine.credit(peer, frame.message)
 
 

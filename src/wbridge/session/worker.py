@@ -161,7 +161,9 @@ class Worker:
         """Open the transports for as long as `tasks` runs, and hand what arrives to `deliver`."""
 
         async def serve(*, task_status: anyio.abc.TaskStatus[None]) -> None:
-            async with open_transports(config, self.job.process_token, name=str(self.job.worker)) as transports:
+            async with open_transports(
+                config, self.job.process_token, name=str(self.job.worker)
+            ) as transports:
                 self._transports = transports
                 task_status.started()
                 async for message in transports.inbox:

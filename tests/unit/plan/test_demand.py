@@ -72,14 +72,6 @@ def test_a_plan_needs_both_roles(role: str) -> None:
         plan_of(maps)
 
 
-def test_a_map_that_does_not_describe_what_it_pairs_is_refused() -> None:
-    maps = pair("bfloat16", "bfloat16")
-    broken = maps[rollout(0, 1)]
-    maps[rollout(0, 1)] = SourceMap(checkpoint=broken.checkpoint, parameters={}, mapped=broken.mapped)
-    with pytest.raises(LayoutError, match="pairs 'w' with 'w' but does not describe both"):
-        plan_of(maps)
-
-
 def test_every_worker_needs_a_host() -> None:
     with pytest.raises(PlanError, match="have no host"):
         build_plan(pair("bfloat16", "bfloat16"), {}, Config())
