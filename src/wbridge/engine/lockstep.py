@@ -141,6 +141,7 @@ class Lockstep:
         self._link.close()
         self._from_follower(self.follower.leader_lost("this adapter was closed"))
         self._instructions.close()
+        self._inbox.close()
 
     # The caller's poll ---------------------------------------------------------------------------------
 

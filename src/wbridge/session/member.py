@@ -138,8 +138,8 @@ class Member:
             await anyio.sleep_forever()
         if not self.connected.done():
             raise BarrierTimeout(
-                f"{self._job.worker}: no epoch was live within {self._connect_timeout_s:g} s; `wbridge status` says"
-                " whom the coordinator waits for",
+                f"{self._job.worker}: no epoch was live within {self._connect_timeout_s:g} s;"
+                " `wbridge status` says whom the coordinator waits for",
                 ["coordinator"],
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
@@ -88,7 +88,8 @@ class LoopThread:
         """
         if os.getpid() != self._pid:
             raise EndpointClosed(
-                f"{self._name} was opened in process {self._pid} and does not survive fork(); open it in the child"
+                f"{self._name} was opened in process {self._pid} and does not survive fork();"
+                " open it in the child"
             )
         call: Call[T] = Call()
         try:

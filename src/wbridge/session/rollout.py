@@ -207,7 +207,8 @@ class Rollout:
     def version_for_step(self) -> int | None:
         if self._tainted:
             raise UpdateAborted(
-                f"{self._target.worker}: the weights are tainted: {self._tainted}; poll until a whole version lands"
+                f"{self._target.worker}: the weights are tainted: {self._tainted};"
+                " poll until a whole version lands"
             )
         return self.version
 

@@ -66,7 +66,7 @@ def load_job(
 
 
 def discover_map(described: Source | Target, config: Config) -> SourceMap:
-    """Return the declared map, or watch the loader. Runs in the caller's thread: loaders may be tied to it."""
+    """Return the declared map, or watch the loader, in the caller's thread: loaders may be tied to it."""
     if described.source_map is not None:
         return described.source_map
     assert described.load_weights is not None  # the description was checked when it was built
