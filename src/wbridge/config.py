@@ -39,6 +39,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     # Job-wide: the coordinator's values travel in the handshake.
     mode: Mode = Mode.SYNC
+    """Which sides let bytes wait in host memory: `sync`, `sender_overlap`, `receiver_overlap` or `async`."""
     delivery: Literal["auto", "every", "latest"] = "auto"
     """`auto` is `every` in `sync`, else `latest`."""
     num_engines: int = 1
@@ -56,12 +57,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     # Deadlines in seconds.
     connect_timeout_s: float = 120.0
+    """How long `connect` waits for the coordinator and the other workers."""
     update_timeout_s: float = 300.0
+    """With `every`, how long `send_weights` waits for all live engines."""
     hold_timeout_s: float = 60.0
+    """How long a parked engine waits for its last worker before it is released."""
     relay_patience_s: float = 1.0
+    """With `latest`, how long a ticket waits for engines that have not offered yet."""
     fence_timeout_s: float = 30.0
+    """How long a slot waits for proof that its writer has stopped before other memory replaces it."""
     coordinator_timeout_s: float = 30.0
+    """How long `send_weights` waits for a lost coordinator to come back."""
     close_timeout_s: float = 10.0
+    """How long leaving the job may take; what is left then is cut."""
     heartbeat_s: float = 5.0
     """A lease is renewed this often; after three missed renewals a peer counts as lost."""
 

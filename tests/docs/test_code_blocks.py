@@ -19,7 +19,7 @@ DOCUMENTS = [
 
 
 def program(document: Path) -> str:
-    """Return the blocks of `document`, each on the lines that it has there, so that tracebacks point at it."""
+    """Return the blocks of `document`, each on its own lines there, so that tracebacks point at it."""
     text = document.read_text()
     source = ""
     for block in BLOCK.finditer(text):
