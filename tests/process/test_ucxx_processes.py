@@ -1,0 +1,160 @@
+"""The ucxx transport between two processes: the same promises, and what the death of one leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import anyio.abc
+import pytest
+
+from wbridge.errors import PeerLost
+from wbridge.transport.base import Endpoint, RemoteSlot
+from wbridge.transport.ucxx import UcxxTransport
+
+pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
+
+PEER = Path(__file__).with_name("ucxx_peer.py")
+LARGE = 64 * 2**20
+
+
+class Child(NamedTuple):
+    process: anyio.abc.Process
+    transport: UcxxTransport
+    endpoint: Endpoint
+    address: bytes
+
+    async def ask(self, command: bytes) -> bytes:
+        await self.endpoint.send(command)
+        return await self.answer()
+
+    async def answer(self) -> bytes:
+        message = await self.transport.inbox.receive()
+        assert message.peer == "child"
+        return message.payload
+
+    async def expose(self, nbytes: int) -> RemoteSlot:
+        return RemoteSlot(await self.ask(b"expose %d" % nbytes), nbytes)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+
+@asynccontextmanager
+async def open_child(close_timeout_s: float = 10.0) -> AsyncIterator[Child]:
+    with anyio.fail_after(50):
+        async with UcxxTransport("parent", close_timeout_s=close_timeout_s) as transport:
+            command = [sys.executable, str(PEER), transport.address.hex()]
+            async with await anyio.open_process(command, stdout=None, stderr=None) as process:
+                try:
+                    message = await transport.inbox.receive()
+                    endpoint = await transport.connect(message.payload, "child")
+                    yield Child(process, transport, endpoint, message.payload)
+                finally:
+                    if process.returncode is None:
+                        process.kill()
+
+
+async def test_stamped_slots_are_whole_when_notified_in_another_process() -> None:
+    async with open_child() as child:
+        for stamp, nbytes in enumerate([1, 4096, 4097, 200_000, 2**20, LARGE] * 2, start=1):
+            remote = await child.expose(nbytes)
+            await child.endpoint.put(
+                memoryview(bytes([stamp]) * nbytes), remote, b"stamped " + bytes([stamp])
+            )
+            assert await child.answer() == b"ok"
+        await child.endpoint.flush()
+        await child.endpoint.send(b"stop")
+        assert await child.process.wait() == 0
+
+
+async def test_a_put_from_another_process_is_whole_when_notified() -> None:
+    async with open_child() as child:
+        slot = bytearray(LARGE)
+        remote = child.transport.expose(memoryview(slot), "child")
+        assert await child.ask(b"put " + remote.token + b"%d" % LARGE) == b"put"
+        assert slot == b"\1" * LARGE
+
+
+async def test_a_killed_receiver_ends_puts_and_sends_that_wait_for_it() -> None:
+    async with open_child() as child:
+        remote = await child.expose(LARGE)
+        child.signal(signal.SIGSTOP)
+        lost = []
+
+        async def put() -> None:
+            try:
+                await child.endpoint.put(memoryview(bytes(LARGE)), remote, b"put")
+            except PeerLost:
+                lost.append("put")
+
+        async def send() -> None:
+            try:
+                while True:
+                    await child.endpoint.send(b"echo x")
+            except PeerLost:
+                lost.append("send")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(put)
+            tasks.start_soon(send)
+            await anyio.wait_all_tasks_blocked()
+            assert lost == []
+            child.signal(signal.SIGKILL)
+        assert sorted(lost) == ["put", "send"]
+        await child.endpoint.flush()
+        with pytest.raises(PeerLost, match="child is gone"):
+            await child.endpoint.send(b"echo x")
+        await child.endpoint.aclose()
+
+
+async def test_a_slot_comes_back_when_its_writer_was_killed() -> None:
+    async with open_child() as child:
+        for _ in range(3):
+            remotes = [child.transport.expose(memoryview(bytearray(LARGE)), "child") for _ in range(2)]
+            for remote in remotes:
+                await child.endpoint.send(b"put " + remote.token + b"%d" % LARGE)
+            await child.answer()
+        child.signal(signal.SIGKILL)
+        await child.process.wait()
+        assert all([await child.transport.withdraw(remote) for remote in remotes])
+        with pytest.raises(PeerLost):
+            while True:
+                await child.endpoint.send(b"echo x")
+
+
+async def test_connecting_to_a_dead_process_is_a_lost_peer() -> None:
+    async with open_child() as child, UcxxTransport("late") as late:
+        assert await child.ask(b"echo x") == b"x"
+        child.process.kill()
+        await child.process.wait()
+        with pytest.raises(PeerLost):
+            await late.connect(child.address, "child")
+
+
+async def test_closing_is_bounded_when_the_peer_does_not_answer() -> None:
+    async with open_child(close_timeout_s=0.05) as child:
+        child.signal(signal.SIGSTOP)
+        with anyio.fail_after(5):
+            await child.endpoint.aclose()
+            await child.transport.aclose()
+
+
+async def test_closing_leaves_no_descriptor_and_no_thread() -> None:
+    before = set(os.listdir("/proc/self/fd")), set(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        async with open_child() as child:
+            remote = await child.expose(LARGE)
+            await child.endpoint.put(memoryview(bytes(LARGE)), remote, b"stamped \0")
+            assert await child.answer() == b"ok"
+            await child.endpoint.send(b"stop")
+            await child.process.wait()
+    after = set(os.listdir("/proc/self/fd")), set(os.listdir("/proc/self/task"))
+    assert [len(a - b) for a, b in zip(after, before, strict=True)] == [0, 0]
