@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from wbridge.session.endpoints import Source as Source
     from wbridge.session.endpoints import Target as Target
     from wbridge.session.receiver import ReceiverAdapter as ReceiverAdapter
-    from wbridge.session.updates import RolloutHooks as RolloutHooks
-    from wbridge.session.updates import Update as Update
     from wbridge.session.sender import Delivery as Delivery
     from wbridge.session.sender import SenderAdapter as SenderAdapter
+    from wbridge.session.updates import RolloutHooks as RolloutHooks
+    from wbridge.session.updates import Update as Update
 
 __version__ = "0.1.0.dev0"
 
