@@ -63,7 +63,8 @@ class To(msgspec.Struct, frozen=True):
 
 
 class StartPatience(msgspec.Struct, frozen=True):
-    """Call `Tickets.patience_passed(ticket)` after `relay_patience_s`."""
+    """Call `Tickets.patience_passed(ticket)` after `relay_patience_s`, even if the ticket is over by then:
+    a newer one may share its timer."""
 
     ticket: int
 

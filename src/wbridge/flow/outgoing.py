@@ -192,6 +192,14 @@ class Snapshots:
         self._calls: list[int | None] = [None] * num
         self._tickets: dict[int, int] = {}  # ticket -> call
 
+    @property
+    def has_free(self) -> bool:
+        return None in self._calls
+
+    def holds(self, call: int) -> bool:
+        """Some snapshot holds the source of `call`."""
+        return call in self._calls
+
     def take(self, call: int) -> int | None:
         """Hold a free snapshot for `call` and return its index; None if there is none."""
         if None not in self._calls:

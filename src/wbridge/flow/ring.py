@@ -78,7 +78,7 @@ class ReceiverRing:
         return self._go_on([])
 
     def grant(self, ticket: int, groups: Sequence[Incoming]) -> list[RingAction]:
-        """Take a grant: credit its first groups. Tickets only go up; what is left of an earlier one is void."""
+        """Take a grant: credit its first groups. Tickets only go up; what is left of an earlier is void."""
         assert ticket > self._newest, f"ticket {ticket} granted after {self._newest}"
         out: list[RingAction] = []
         self._void(out)

@@ -212,6 +212,8 @@ class Tickets:
         for name in names:
             if name not in late.granted:
                 self._finish(late, name, "missed", out)
+        if self._source_held:
+            self._close(late, "missed", out)
         return self._settle(out)
 
     def end(self, reason: str) -> list[TicketsAction]:
