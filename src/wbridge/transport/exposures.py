@@ -20,6 +20,7 @@ class Exposures:
         self._lock = threading.Lock()
         self._open: dict[bytes, memoryview] = {}
         self._writing: dict[bytes, list[Wakeup]] = {}
+        self._doubtful: set[bytes] = set()
 
     def expose(self, memory: memoryview) -> RemoteSlot:
         if memory.readonly or not memory.c_contiguous:
@@ -51,18 +52,31 @@ class Exposures:
         """The write has stopped, whether whole or not."""
         with self._lock:
             waiters = self._writing.pop(token, [])
+            self._doubtful.discard(token)
+        for wakeup in waiters:
+            wakeup.set()
+
+    def doubt(self, token: bytes) -> None:
+        """The writer is out of reach, and nothing proves that its write has stopped."""
+        with self._lock:
+            if token not in self._writing:
+                return
+            self._doubtful.add(token)
+            waiters, self._writing[token] = self._writing[token], []
         for wakeup in waiters:
             wakeup.set()
 
     async def withdraw(self, remote: RemoteSlot) -> bool:
         """Take a slot back: at once if nobody writes it, else once the write has stopped.
 
-        Cancelled: the slot counts as written.
+        False: the writer is lost in the middle. Cancelled: the slot counts as written.
         """
         with self._lock:
             if self._open.pop(remote.token, None) is not None or remote.token not in self._writing:
                 return True
+            if remote.token in self._doubtful:
+                return False
             wakeup = Wakeup()
             self._writing[remote.token].append(wakeup)
         await wakeup.wait()
-        return True
+        return remote.token not in self._doubtful

@@ -81,29 +81,42 @@ class Incoming:
                     landing.dropped = landing.over = True
                     self._forget_if_over(frame.token, landing)
             case Flush():
-                running = {token for token, landing in self._puts.items() if not landing.stopped}
-                self._flushes.append((frame.number, running))
+                self._flushes.append((frame.number, self._running()))
                 self._answer_flushes()
-            case Bye():  # sent after a flush: nothing is on its way
-                self.lose()
+            case Bye():
+                self._closed = True
+                self._forget_if_idle()
             case _:
                 raise ProtocolError(f"{self.hello.name} sent {type(frame).__name__} to a receiver")
 
-    def lose(self) -> None:
-        """The sender is gone: once what it has sent is handled, none of its puts is written any more."""
+    def die(self) -> None:
+        """The sender's process is dead: once what it has sent is handled, nothing of it is written."""
         self._worker.drive()
         self._closed = True
+        for token in self._running():
+            self._exposures.finish(token)
         self._forget()
-        for token, landing in self._puts.items():
-            if not landing.stopped:
-                self._exposures.finish(token)
-        self._puts.clear()
+
+    def lose(self) -> None:
+        """The sender is out of reach: what it was writing it may write still."""
+        self._closed = True
+        for token in self._running():
+            self._exposures.doubt(token)
+        self._forget()
 
     def close(self) -> None:
         """Tell the sender that nothing is received any more."""
         if not self._closed:
             self._closed = True
             self._send(Gone(self.hello.connection))
+
+    def _forget_if_idle(self) -> None:
+        """A closed connection is still watched while bytes of it are on their way."""
+        if self._closed and not self._running():
+            self._forget()
+
+    def _running(self) -> set[bytes]:
+        return {token for token, landing in self._puts.items() if not landing.stopped}
 
     def _on_small(self, frame: Small) -> None:
         memory = self._begin(frame.token, len(frame.data))
@@ -131,6 +144,7 @@ class Incoming:
             self._forget_if_over(frame.token, landing)
             self._deliver()
             self._answer_flushes()
+            self._forget_if_idle()
 
         self._worker.receive(where, data_tag(frame.token), stopped)
 

@@ -147,7 +147,7 @@ class UcxxTransport:
         self._worker = None
         worker.close()
         for incoming in incoming_ones:
-            incoming.lose()
+            incoming.die()
 
     def _open_worker(self) -> UcxWorker:
         if self._worker is None:
@@ -181,7 +181,7 @@ class UcxxTransport:
             forget=lambda: self._drop(incoming),
         )
         if same_host:
-            self._lifeline.watch(remote.process, incoming.lose)
+            self._lifeline.watch(remote.process, incoming.die)
         self._incoming[hello.connection] = incoming
         incoming.welcome()
 
@@ -198,7 +198,7 @@ class UcxxTransport:
 
     def _drop(self, incoming: Incoming) -> None:
         self._incoming.pop(incoming.hello.connection, None)
-        self._lifeline.unwatch(incoming.hello.address.process, incoming.lose)
+        self._lifeline.unwatch(incoming.hello.address.process, incoming.die)
 
     def _forget(self, endpoint: UcxxEndpoint, remote: UcxAddress) -> None:
         self._outgoing.pop(endpoint.connection, None)

@@ -161,6 +161,37 @@ async def test_withdrawing_waits_for_a_write_that_has_begun() -> None:
     assert withdrawn == [True]
 
 
+async def test_a_write_whose_writer_is_out_of_reach_cannot_be_proved_over() -> None:
+    exposures = Exposures()
+    remote = exposures.expose(memoryview(bytearray(4)))
+    exposures.begin(remote.token, 4)
+    withdrawn = []
+
+    async def withdraw() -> None:
+        withdrawn.append(await exposures.withdraw(remote))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(withdraw)
+        await anyio.wait_all_tasks_blocked()
+        exposures.doubt(remote.token)
+    assert withdrawn == [False]
+    assert not await exposures.withdraw(remote)
+    exposures.finish(remote.token)
+    assert await exposures.withdraw(remote)
+
+
+async def test_c23_an_empty_descriptor_among_others_poisons_nothing() -> None:
+    async with LoopbackTransport("a") as a, LoopbackTransport("b") as b:
+        endpoint = await a.connect(b.address, "b")
+        slots = [bytearray(nbytes) for nbytes in (16, 0, 16)]
+        async with anyio.create_task_group() as tasks:
+            for slot in slots:
+                remote = b.expose(memoryview(slot), "a")
+                tasks.start_soon(endpoint.put, memoryview(b"\1" * len(slot)), remote, b"put")
+        assert [(await b.inbox.receive()).payload for _ in slots] == [b"put"] * 3
+        assert slots == [b"\1" * 16, b"", b"\1" * 16]
+
+
 def test_only_whole_writable_contiguous_memory_is_exposed() -> None:
     exposures = Exposures()
     for memory in (memoryview(b"read-only"), memoryview(bytearray(8))[::2]):
