@@ -10,6 +10,7 @@ from wbridge.discovery.content import Computed, Content, FromCheckpoint, Piece, 
 from wbridge.discovery.specs import row_major, tensor_spec
 from wbridge.discovery.traced import Traced, place_of
 from wbridge.discovery.tracer import Tracer
+from wbridge.discovery.watch import watching
 from wbridge.errors import LayoutError
 from wbridge.layout.algebra import normalize
 from wbridge.layout.region import Region, Strided
@@ -32,7 +33,7 @@ def trace_export(*, parameters: Mapping[str, TensorSpec], export: Export) -> Sou
     stand_ins = {
         name: tracer.checkpoint_tensor(name, spec, torch.device("cpu")) for name, spec in parameters.items()
     }
-    with torch.no_grad(), tracer:
+    with watching(tracer):
         exported = export(dict(stand_ins))
     if tracer.failure is not None:
         raise tracer.failure

@@ -11,6 +11,7 @@ from wbridge.discovery.shadow import Shadows
 from wbridge.discovery.specs import parameter_spec
 from wbridge.discovery.trace import Discovered, LoadWeights, distinct
 from wbridge.discovery.traced import num_stored
+from wbridge.discovery.watch import watching
 from wbridge.errors import LayoutError
 from wbridge.layout.algebra import normalize
 from wbridge.layout.source_map import Mapped, SourceMap, TensorSpec
@@ -76,8 +77,8 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     shadows = Shadows(live.values(), fill=_UNTOUCHED, dtype=dtype)
     try:
-        with torch.no_grad(), shadows:
-            load_weights(weights)
+        with watching(shadows):
+            load_weights((name, shadows.carry(numbers)) for name, numbers in weights)
     except LayoutError:
         raise
     except Exception as exc:  # foreign code: whatever it raises means that it cannot be probed

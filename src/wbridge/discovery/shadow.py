@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any  # operator arguments and results are whatever the loader uses
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from wbridge.discovery.traced import Key, is_view, replaced, storage_key
+from wbridge.discovery.traced import Key, Traced, is_view, replaced, storage_key, tensors_in
 from wbridge.errors import LayoutError
 
 
-class Shadows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ is untyped
-    """While active, operators read and write shadows wherever they are given memory of these tensors.
+class Shadows:
+    """Runs a loader's operators so that they use shadows wherever they are given memory of these tensors.
 
     The loader keeps its own tensor objects, stale views included; views of live memory are made as
     usual, and only what would touch their elements is sent to the shadow of the same geometry.
@@ -27,7 +26,6 @@ class Shadows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __
         With an integer `dtype` all shadows hold that, and so do its casts to floating point: numbers
         that a probe sends through the loader survive them.
         """
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self._dtype = dtype
         self._flat: dict[Key, torch.Tensor] = {}
         for tensor in live:
@@ -53,25 +51,58 @@ class Shadows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __
             )
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operator imports torch._dynamo: a second and 70 MB
+    def carry(self, tensor: torch.Tensor) -> Carried:
+        """Wrap a weight so that whatever a loader does with it, in any thread, uses the shadows."""
+        return Carried(tensor, self)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_view(func):
-            return func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Execute one operator."""
         if func is torch.ops.aten._to_copy.default and args[0].dtype is self._dtype:
-            kwargs = {name: value for name, value in (kwargs or {}).items() if name != "dtype"}
+            kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
         originals: dict[int, torch.Tensor] = {}
+        is_carried = any(isinstance(tensor, Carried) for tensor in tensors_in(args, kwargs))
 
-        def shadow(tensor: torch.Tensor) -> torch.Tensor:
-            if storage_key(tensor) not in self._storages:
-                return tensor
-            made = self.of(tensor)
-            originals[id(made)] = tensor
-            return made
+        def enter(tensor: torch.Tensor) -> torch.Tensor:
+            used = tensor.held if isinstance(tensor, Carried) else tensor
+            if storage_key(used) in self._storages and not is_view(func):
+                used = self.of(used)
+            if used is not tensor:
+                originals[id(used)] = tensor
+            return used
 
-        result = func(*replaced(args, shadow), **replaced(kwargs or {}, shadow))
-        return replaced(result, lambda tensor: originals.get(id(tensor), tensor))
+        def leave(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in originals:
+                return originals[id(tensor)]
+            return self.carry(tensor) if is_carried and not isinstance(tensor, Traced) else tensor
+
+        return replaced(func(*replaced(args, enter), **replaced(kwargs, enter)), leave)
+
+
+class Carried(torch.Tensor):
+    """A real tensor whose operators run through shadows."""
+
+    held: torch.Tensor
+    shadows: Shadows
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor, shadows: Shadows) -> Carried:
+        made: Carried = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=held.device,
+        )
+        made.held, made.shadows = held, shadows
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's is untyped
+        return f"Carried({self.held!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks `func`
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        carried = next(t for t in tensors_in(args, kwargs or {}) if isinstance(t, Carried))
+        return carried.shadows.run(func, args, kwargs or {})

@@ -13,6 +13,7 @@ from wbridge.discovery.pointers import Owner
 from wbridge.discovery.specs import dtype_name, parameter_spec, row_major
 from wbridge.discovery.traced import storage_key
 from wbridge.discovery.tracer import Tracer
+from wbridge.discovery.watch import watching
 from wbridge.errors import LayoutError
 from wbridge.layout.algebra import normalize
 from wbridge.layout.region import Region, Strided
@@ -79,7 +80,7 @@ def _run(
             yield name, tracer.checkpoint_tensor(name, spec, undo.device)
 
     try:
-        with torch.no_grad(), tracer:
+        with watching(tracer):
             load_weights(stand_ins())
     except LayoutError:
         raise

@@ -1,6 +1,6 @@
 """Tracer: run a loader on tensors without storage and note what it would write where.
 
-While it is active no operator reaches a live tensor: writes are recorded instead of executed.
+While a loader is watched, no operator reaches a live tensor: writes are recorded instead of executed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any  # operator arguments and results are whatever the loader uses
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wbridge.discovery.content import (
     CONSTANT,
@@ -66,14 +65,13 @@ _NEW = (
 )
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ is untyped
-    """While active, knows for each storage what the loader has put there.
+class Tracer:
+    """While it runs a loader's operators, knows for each storage what the loader has put there.
 
     `failure` keeps the first error raised into the loader, in case the loader swallows it.
     """
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self.failure: LayoutError | None = None
         self._live: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in live.items():
@@ -101,15 +99,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Return whether anything was recorded for the storage of `tensor`."""
         return (storage_key(tensor), tensor.dtype) in self._contents
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operator imports torch._dynamo: a second and 70 MB
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Execute, follow or record one operator."""

@@ -15,6 +15,7 @@ from wbridge.discovery.specs import torch_dtype
 from wbridge.discovery.trace import LoadWeights
 from wbridge.discovery.traced import storage_key
 from wbridge.discovery.tracer import Tracer
+from wbridge.discovery.watch import watching
 from wbridge.errors import LayoutError
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import ASSEMBLED, Mapped, SourceMap, TensorSpec
@@ -88,11 +89,13 @@ def _replay(
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, spec in source_map.checkpoint.items():
-            real = name in chosen
-            yield name, _random(name, spec, device) if real else tracer.checkpoint_tensor(name, spec, device)
+            if name in chosen:
+                yield name, shadows.carry(_random(name, spec, device))
+            else:
+                yield name, tracer.checkpoint_tensor(name, spec, device)
 
     try:
-        with torch.no_grad(), tracer, shadows:
+        with watching(tracer, shadows):
             load_weights(weights())
     except LayoutError:
         raise
@@ -128,7 +131,7 @@ def _view(tensor: torch.Tensor, extents: tuple[int, ...], place: Strided, base: 
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _mismatch(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.models.replay import Weights, bits, from_dict, traced
+from wbridge.discovery.shadow import Carried
 from wbridge.discovery.verify import verify
 from wbridge.errors import LayoutError
 from wbridge.layout.region import Region, Strided
@@ -26,7 +27,7 @@ class Model:
         self.real: list[str] = []
 
     def load(self, t: Weights) -> None:
-        self.real += [name for name, tensor in t.items() if type(tensor) is torch.Tensor]
+        self.real += [name for name, tensor in t.items() if isinstance(tensor, Carried)]
         for i in range(4):
             self.parameters[f"{i}.qk"][:4] = t[f"layers.{i}.q"]
             self.parameters[f"{i}.qk"][4:] = t[f"layers.{i}.k"]
@@ -81,7 +82,7 @@ def test_loader_that_mixes_sampled_tensors_with_others_is_replayed_in_full() -> 
 
     def load(t: Weights) -> None:
         stacked = torch.stack([t[f"{i}.w"] for i in range(5)])
-        real.append(sum(type(tensor) is torch.Tensor for tensor in t.values()))
+        real.append(sum(isinstance(tensor, Carried) for tensor in t.values()))
         for i in range(5):
             w[f"{i}.p"].copy_(stacked[i])
 
@@ -128,7 +129,7 @@ def test_loader_that_rejects_random_data_is_named_with_the_remedy() -> None:
     w = {"p": torch.ones(2)}
 
     def load(t: Weights) -> object:
-        if type(t["x"]) is torch.Tensor:
+        if isinstance(t["x"], Carried):
             raise ValueError("not a probability")
         return w["p"].copy_(t["x"])
 
