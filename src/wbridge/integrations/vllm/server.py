@@ -1,0 +1,92 @@
+"""An `AsyncLLM` that follows a trainer: updates while idle, and requests that know their versions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any  # vLLM's prompts, parameters and outputs, passed through
+
+import anyio
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+from wbridge.integrations.vllm.worker import VersionSpan
+
+OnUpdate = Callable[[int], Awaitable[None]]
+
+
+class EngineBridge:
+    """The server's side of one engine started with `engine_args()`.
+
+    A busy engine takes updates by itself, between two of its steps, and its requests go on. An idle one
+    makes no steps, so `run` polls for it. Each request gets a cache salt with the version: what was
+    cached by older weights is never reused by a request that starts on newer ones.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        name: str,
+        rendezvous: str | None = None,
+        secret: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        idle_poll_s: float = 0.02,
+        recompute: bool = False,
+        on_update: OnUpdate | None = None,
+    ) -> None:
+        """By default running requests keep what they have computed; with `recompute` they compute it again
+        with the new weights. `on_update(version)` is awaited after each update that `run` notices.
+        """
+        self._engine = engine
+        self._init = {
+            "engine": name,
+            "rendezvous": rendezvous,
+            "secret": secret,
+            "config": dict(config or {}),
+        }
+        self._recompute = recompute
+        self._idle_poll_s = idle_poll_s
+        self._on_update = on_update
+        self._version: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that `run` has last seen; the engine may already have a newer one."""
+        return self._version
+
+    async def connect(self, timeout_s: float | None = None) -> None:
+        """Let every worker of the engine meet the trainers. No request is served meanwhile."""
+        info = self._init | {"connect_timeout_s": timeout_s}
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def run(self) -> None:
+        """Keep an idle engine up to date and notice updates, until cancelled.
+
+        Polls reach all workers in the same order as steps, so they count equally on each.
+        """
+        while True:
+            versions = await self._engine.collective_rpc("wbridge_poll")
+            if versions[0] is not None and versions[0] != self._version:
+                self._version = versions[0]
+                if self._recompute:
+                    await self._engine.reset_prefix_cache(reset_running_requests=True)
+                await self._engine.update_weight_version(str(self._version))
+                if self._on_update is not None:
+                    await self._on_update(self._version)
+            await anyio.sleep(self._idle_poll_s)
+
+    async def generate(
+        self, prompt: Mapping[str, Any], sampling_params: Any, request_id: str
+    ) -> AsyncIterator[Any]:
+        """As `AsyncLLM.generate`, for a prompt in dictionary form."""
+        salted = {**prompt, "cache_salt": f"{prompt.get('cache_salt', '')}@{self._version}"}
+        async for output in self._engine.generate(salted, sampling_params, request_id):
+            yield output
+
+    async def request_versions(self, request_id: str) -> list[VersionSpan]:
+        """Return which versions computed the tokens of a finished request, oldest first; only once."""
+        spans = await self._engine.collective_rpc("wbridge_request_versions", args=(request_id,))
+        return [(version, count) for version, count in spans[0]]
+
+    async def close(self) -> None:
+        """Leave the job; the engine goes on with the weights it has."""
+        await self._engine.shutdown_weight_transfer_engine()
