@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import deque
@@ -15,6 +16,7 @@ import msgspec
 from wbridge.config import Config
 from wbridge.control.messages import FlowMessage, Follow, Keyed
 from wbridge.engine.link import EngineLink, Frame
+from wbridge.errors import EndpointClosed
 from wbridge.flow.actions import (
     Apply,
     EngineBroken,
@@ -142,6 +144,7 @@ class Lockstep:
         self._from_follower(self.follower.leader_lost("this adapter was closed"))
         self._instructions.close()
         self._inbox.close()
+        self._inbox.close()
 
     # The caller's poll ---------------------------------------------------------------------------------
 
@@ -150,17 +153,17 @@ class Lockstep:
         self._from_follower(self.follower.poll(wait=wait_s is not None))
         if wait_s is not None:
             with anyio.move_on_after(wait_s):
-                return await self._inbox.receive()
+                return await self._next()
             self._from_follower(self.follower.wait_over())
-        return await self._inbox.receive()
+        return await self._next()
 
     async def before_apply_done(self, hold: int) -> Instruction:
         self._from_follower(self.follower.before_apply_done(hold))
-        return await self._inbox.receive()
+        return await self._next()
 
     async def refused(self, hold: int, reason: str) -> Instruction:
         self._from_follower(self.follower.refused(hold, reason))
-        return await self._inbox.receive()
+        return await self._next()
 
     async def cancel_poll(self) -> None:
         self._from_follower(self.follower.cancelled())
@@ -168,12 +171,22 @@ class Lockstep:
     async def applied(self, hold: int, failure: str) -> Instruction:
         """The backend has done its part, or failed: then the parameters are neither old nor new."""
         self._from_follower(self.follower.applied(hold, "tainted" if failure else "applied", failure))
-        return await self._inbox.receive()
+        return await self._next()
+
+    def _instruct(self, instruction: Instruction) -> None:
+        with contextlib.suppress(anyio.ClosedResourceError):  # `_next` raises
+            self._instructions.send_nowait(instruction)
+
+    async def _next(self) -> Instruction:
+        try:
+            return await self._inbox.receive()
+        except (anyio.ClosedResourceError, anyio.EndOfStream) as exc:
+            raise EndpointClosed("this adapter was closed") from exc
 
     # The worker's apply --------------------------------------------------------------------------------
 
     def written(self, hold: int) -> None:
-        self._instructions.send_nowait(Written(hold))
+        self._instruct(Written(hold))
 
     def not_applied(self, hold: int, outcome: Literal["aborted", "tainted"], detail: str) -> None:
         self._from_follower(self.follower.applied(hold, outcome, detail))
@@ -280,10 +293,10 @@ class Lockstep:
                 case Apply():
                     self._worker.apply(action)
                 case RunBeforeApply():
-                    self._instructions.send_nowait(action)
+                    self._instruct(action)
                 case Leave() | Unpark() | PollFails():
                     self._hold_timer.cancel()
-                    self._instructions.send_nowait(action)
+                    self._instruct(action)
         self._run_own()
 
     def _post(self, rank: int, message: FlowMessage) -> None:

@@ -96,6 +96,7 @@ class Member:
         self._connect_timeout_s = connect_timeout_s
         self._lease: LeasedConnection | None = None
         self._starting: Epoch | None = None
+        self._is_leaving = False
         self._addresses: Addresses | None = None
         self.epoch: Epoch | None = None
         self.connected: Future[None] = Future()
@@ -119,7 +120,7 @@ class Member:
                     rendezvous, secret = await tasks.start(host_coordinator)
                     job = msgspec.structs.replace(job, rendezvous=rendezvous, secret=secret)
                 tasks.start_soon(self._watch_connect)
-                while True:
+                while not self._is_leaving:
                     await self._attend(tasks, job)
         except* WBridgeError as group:
             error = first_error(group)
@@ -196,7 +197,8 @@ class Member:
                     pass  # of another epoch: nothing in it is ours any more
 
     def leave(self) -> None:
-        """Say goodbye, so that nobody waits for a lease to run out."""
+        """Say goodbye, so that nobody waits for a lease to run out; then connect no more."""
+        self._is_leaving = True
         if self._lease is not None:
             try:
                 self._lease.post(Bye())

@@ -8,7 +8,7 @@ from typing import Literal
 
 import anyio
 
-from wbridge.errors import UpdateAborted, WBridgeError
+from wbridge.errors import WBridgeError
 from wbridge.flow.messages import EngineOutcome, Outcome
 from wbridge.session.script import Script, Wait
 from wbridge.staging.base import Source
@@ -21,7 +21,7 @@ class Publication:
     """One call of `send_weights`. All methods but the scripts run in the loop thread."""
 
     def __init__(
-        self, call: int, version: int, engines: tuple[str, ...], abort: Callable[[Publication], None]
+        self, call: int, version: int, engines: tuple[str, ...], abort: Callable[[Publication], Future[None]]
     ) -> None:
         self.call = call
         self.version = version
@@ -35,6 +35,8 @@ class Publication:
         self.released = anyio.Event()
         """The weights may change again, or the send must raise `error`."""
         self._open = set(engines)
+        self._unsettled = set(engines)
+        self._unlanded = set(engines)
         self._abort = abort
         self._landed: Future[None] = Future()
         self._applied: Future[None] = Future()
@@ -44,11 +46,17 @@ class Publication:
         if outcome.engine not in self._open:
             return
         self.outcomes[outcome.engine] = outcome.outcome
+        self._unlanded.discard(outcome.engine)
         if outcome.final:
             self._open.remove(outcome.engine)
-            if not self._open:
-                _resolve(self._landed, None)
-                _resolve(self._applied, None)
+        if outcome.outcome == "landed":
+            self._unsettled.add(outcome.engine)
+        else:  # `missed` too: nobody waits for an engine that was skipped
+            self._unsettled.discard(outcome.engine)
+        if not self._unlanded:
+            _resolve(self._landed, None)
+        if not self._unsettled:
+            _resolve(self._applied, None)
 
     @property
     def is_over(self) -> bool:
@@ -63,7 +71,6 @@ class Publication:
         """The version ended everywhere. Those that wait now or later get `error`."""
         self.error = self.error or error
         self.answered.set()
-        self._open.clear()
         _resolve(self._landed, error)
         _resolve(self._applied, error)
 
@@ -77,11 +84,7 @@ class Publication:
 
     def abort_script(self) -> Script[None]:
         """Return when no engine is being written any more, whatever became of the version."""
-        self._abort(self)
-        try:
-            yield Wait(self._landed)
-        except UpdateAborted:
-            return
+        yield Wait(self._abort(self))
 
 
 def _resolve(future: Future[None], error: WBridgeError | None) -> None:

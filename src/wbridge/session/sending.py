@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 
 import anyio
 
@@ -33,12 +35,18 @@ class SendingEpoch:
     """Numbers the calls, keeps their sources, and turns the coordinator's messages into outcomes."""
 
     def __init__(
-        self, context: SenderContext, engines: tuple[str, ...], post: Callable[[FlowMessage], None]
+        self,
+        context: SenderContext,
+        engines: tuple[str, ...],
+        *,
+        post: Callable[[FlowMessage], None],
+        submit: Callable[[Callable[[], Awaitable[None]]], Future[None]],
     ) -> None:
         self.context = context
         self.engine = SendEngine(context, source_free=self._source_free)
         self._engines = engines
         self._post = post
+        self._submit = submit
         self._next_call = 1
         self._by_call: dict[int, Publication] = {}
         self._by_ticket: dict[int, Publication] = {}
@@ -103,12 +111,20 @@ class SendingEpoch:
             if publication.ticket is not None and self.context.staging.holds_live_weights:
                 await publication.released.wait()
 
-    def _abort(self, publication: Publication) -> None:
-        """The application aborts a version; called in its thread, so only a message is sent."""
+    def _abort(self, publication: Publication) -> Future[None]:
+        """The application aborts a version; called in its thread."""
+        return self._submit(functools.partial(self._abort_here, publication))
+
+    async def _abort_here(self, publication: Publication) -> None:
+        """Return when no engine is being written any more, whatever became of the version."""
+        if publication not in self._unfinished:
+            return
         if publication.ticket is None:
             self._post(WithdrawCall(publication.call))
-        else:
+            await publication.answered.wait()
+        if publication.ticket is not None:
             self._post(AbortTicket(publication.ticket, "the application aborted it"))
+            await publication.released.wait()
 
     # Messages of the coordinator -----------------------------------------------------------------------
 

@@ -106,7 +106,12 @@ class Trainer:
             device=device,
             tensors=self._source.parameters,
         )
-        self._epoch = SendingEpoch(context, start.engines, self._worker.post)
+        self._epoch = SendingEpoch(
+            context,
+            start.engines,
+            post=self._worker.post,
+            submit=lambda work: self._worker.loop.submit(work).finished,
+        )
         assert self._tasks is not None
         await self._worker.run_epoch(self._tasks, self._epoch.engine.run)
 
