@@ -25,7 +25,7 @@ class Destinations:
         }
         self._names = tuple(n for n in source_map.parameters if n not in self._assembled)
         self._opaque = source_map.opaque
-        self._bindings: Bindings = bind({name: parameters[name] for name in self._names})
+        self._bindings: Bindings = bind(parameters, names=self._names)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
