@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 import wbridge
 from wbridge.errors import ConfigError
 from wbridge.integrations.vllm.target import target_of_rank
-from wbridge.session.updates import Update
+from wbridge.session.updates import RolloutHooks, Update
 
 
 @dataclass
@@ -46,13 +46,19 @@ class BridgeTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     supports_draft_weight_update = False
 
     receiver: wbridge.sync.ReceiverAdapter | None = None
+    hooks: RolloutHooks | None = None
+    """Set it before initialising to act around each update."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Meet the trainers and the other engines. Blocks until all are there."""
         self.shutdown()
         target = target_of_rank(self.model, engine=init_info.engine, vllm_config=self.vllm_config)
         receiver = wbridge.sync.ReceiverAdapter(
-            target, rendezvous=init_info.rendezvous, config=init_info.config, secret=init_info.secret
+            target,
+            rendezvous=init_info.rendezvous,
+            config=init_info.config,
+            hooks=self.hooks,
+            secret=init_info.secret,
         )
         try:
             receiver.connect(init_info.connect_timeout_s)

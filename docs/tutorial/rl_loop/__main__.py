@@ -1,0 +1,171 @@
+"""Train a small policy with reinforcement learning, and follow it with two inference engines.
+
+python docs/tutorial/rl_loop [--mode async] [--steps 40] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as multiprocessing
+from colocated import run_colocated
+from report import Channels, Results, closing_table, greedy_tokens
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rollout import CHECK_PROMPT, run_rollout
+from task import NUM_NEW_TOKENS, Settings, policy_config
+from trainer import run_trainer
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""What every process of the demo inherits: one thread each, and no word from or to the network."""
+
+MODES = ("sync", "sender_overlap", "receiver_overlap", "async")
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with tempfile.TemporaryDirectory(prefix="wbridge-demo-") as directory:
+        settings = Settings(
+            mode=arguments.mode,
+            steps=arguments.steps,
+            sync=not arguments.no_sync,
+            colocated=arguments.colocated,
+            size=arguments.size,
+            directory=Path(directory),
+        )
+        policy_config(settings.size).save_pretrained(settings.model_directory)
+        console = Console()
+        results = run(settings, console)
+        greedy = greedy_tokens(settings.trained_directory, CHECK_PROMPT)
+    console.print(closing_table(results, settings, greedy))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results.as_json(greedy), indent=2) + "\n")
+    problems = verdict(results, settings, greedy)
+    for problem in problems:
+        console.print(f"[red]{problem}")
+    return 1 if problems else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rl_loop", description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=MODES, default="async", help="who waits for whom")
+    parser.add_argument("--steps", type=int, default=40, help="training steps, each a version")
+    parser.add_argument("--json", type=Path, help="write the closing numbers here")
+    parser.add_argument("--colocated", action="store_true", help="a trainer and an engine per process")
+    parser.add_argument("--no-sync", action="store_true", help="a control: withhold the updates")
+    parser.add_argument("--size", choices=("tiny", "medium"), default="tiny", help="of the policy")
+    return parser.parse_args()
+
+
+def run(settings: Settings, console: Console) -> Results:
+    """Start the processes, show how they do, and wait for them.
+
+    Raises:
+        SystemExit: a process failed; its own message is on the terminal.
+    """
+    context = multiprocessing.get_context("spawn")
+    channels = Channels(
+        samples=[context.Queue(maxsize=2) for _ in range(settings.num_trainers)],
+        events=context.Queue(),
+        trained=context.Event(),
+        checked=context.Event(),
+    )
+    if settings.colocated:
+        roles = [(run_colocated, index) for index in range(settings.num_trainers)]
+    else:
+        roles = [(run_trainer, rank) for rank in range(settings.num_trainers)]
+        roles += [(run_rollout, index) for index in range(settings.num_engines)]
+    processes = [context.Process(target=role, args=(number, settings, channels)) for role, number in roles]
+    for process in processes:
+        process.start()
+    results = Results(settings)
+    try:
+        with open_progress(console) as progress:
+            task = progress.add_task("starting", total=settings.steps, reward=0.0, lag=0.0, stall=0.0)
+            while any(process.is_alive() for process in processes):
+                watch(channels, results, progress, task)
+                if any(process.exitcode for process in processes):
+                    raise SystemExit(f"a process of the demo failed: {[p.exitcode for p in processes]}")
+            watch(channels, results, progress, task)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return results
+
+
+def open_progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(f"reward {{task.fields[reward]:5.2f}} of {NUM_NEW_TOKENS}"),
+        TextColumn("lag {task.fields[lag]:.1f} versions"),
+        TextColumn("trainer stall {task.fields[stall]:.1f} ms"),
+        console=console,
+    )
+
+
+def watch(channels: Channels, results: Results, progress: Progress, task: Any) -> None:
+    """Take what the processes have reported, waiting a moment for the first report."""
+    timeout_s = 0.2
+    while True:
+        try:
+            event = channels.events.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        timeout_s = 0.01
+        results.add(event)
+        if event["kind"] == "step":
+            progress.update(
+                task,
+                description="training",
+                completed=event["step"],
+                reward=event["reward"],
+                lag=event["lag"],
+                stall=1e3 * event["stall_s"],
+            )
+            if not progress.console.is_terminal:
+                progress.console.print(
+                    f"step {event['step']:3d}  reward {event['reward']:5.2f}  lag {event['lag']:.1f} versions"
+                    f"  trainer stall {1e3 * event['stall_s']:.1f} ms"
+                )
+        if results.has_all_weights:
+            channels.checked.set()
+
+
+def verdict(results: Results, settings: Settings, greedy: list[int]) -> list[str]:
+    """Return what is wrong with this run; empty if it shows what it should."""
+    first, last = results.mean_reward(last=False), results.mean_reward(last=True)
+    if not settings.sync:
+        return (
+            [f"the reward rose from {first:.2f} to {last:.2f} without updates"]
+            if last > 2 * first + 1
+            else []
+        )
+    problems = results.failures(greedy)
+    if settings.size == "tiny" and settings.steps >= 30 and last < 2 * first:
+        problems.append(f"the reward did not double: {first:.2f} to {last:.2f}")
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())
