@@ -132,10 +132,16 @@ class Outgoing:
         return out
 
     def retired(self, ticket: int) -> list[OutgoingAction]:
-        """No receiver needs the source any more. It is free once our own puts are over."""
-        if ticket in self._sources:
-            self._sources[ticket].retired = True
-        return self._free_if_over(ticket)
+        """No receiver needs the source any more. It is free once our own puts are over.
+
+        A receiver that got a piece of ours from elsewhere is told that we do not write it any more.
+        """
+        source = self._sources.get(ticket)
+        if source is None:
+            return []
+        source.retired = True
+        unwritten = [receiver for receiver, share in source.shares.items() if share.due]
+        return [*self.aborted(ticket, unwritten), *self._free_if_over(ticket)]
 
     def receiver_lost(self, receiver: str) -> list[OutgoingAction]:
         """Nobody is there to be told; what flies ends by itself."""

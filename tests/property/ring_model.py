@@ -1,0 +1,291 @@
+"""A job for the explorer: writers A and B with the product's `Outgoing`, one receiver with its `ReceiverRing`.
+
+Puts are raw: they land in a slot's memory whoever owns it by then; the notification comes later. Credits,
+control, puts, notifications and stop messages travel on channels of their own, FIFO each, unordered among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from wbridge.flow.actions import (
+    CancelPut,
+    Flush,
+    FreeSource,
+    GiveCredit,
+    GroupReady,
+    ReplaceSlot,
+    SendStopped,
+    StartPut,
+    TakeBack,
+    ToLeader,
+)
+from wbridge.flow.messages import Arrived, Landed, Stopped
+from wbridge.flow.outgoing import Outgoing
+from wbridge.flow.ring import Incoming, ReceiverRing
+
+PLAN = (Incoming(("A", "B")), Incoming(("A",)), Incoming(("A", "B")), Incoming(("A",)))
+Put = tuple[int, int, int, int]  # ticket, group, piece, slot
+
+
+class Writer:
+    def __init__(self, outgoing: type[Outgoing]) -> None:
+        self.outgoing = outgoing()
+        self.control: list[tuple[str, int]] = []
+        self.credits: list[Put] = []
+        self.slots: dict[tuple[int, int, int], int] = {}  # what the credits name
+        self.flying: list[Put] = []
+        self.flushes: list[tuple[int, int]] = []
+        self.notes: list[Arrived] = []
+        self.stops: list[Stopped] = []
+        self.freed: set[int] = set()
+        self.dead = False
+
+
+class RingWorld:
+    def __init__(
+        self,
+        *,
+        num_slots: int = 2,
+        num_groups: int = 4,
+        aborts: int = 0,
+        moves: int = 0,
+        deaths: int = 0,
+        fences: int = 0,
+        absent: str = "",
+        ring: type[ReceiverRing] = ReceiverRing,
+        outgoing: type[Outgoing] = Outgoing,
+    ) -> None:
+        self.plan = list(PLAN[:num_groups])
+        self.granted: dict[int, list[Incoming]] = {}
+        self.absent = absent  # a writer that has no part in ticket 1
+        self.moves = moves
+        self.budget = {"abort": aborts, "move": moves, "death": deaths, "fence": fences}
+        self.ring = ring(num_slots)
+        self.writers = {name: Writer(outgoing) for name in "AB"}
+        self.control: list[tuple[str, int]] = []
+        self.memory: list[set[tuple[int, int, int]]] = [set() for _ in range(num_slots)]
+        self.generation = [0] * num_slots  # new memory after a fence
+        self.ready: dict[int, tuple[int, int]] = {}  # slot -> (ticket, group)
+        self.takes_back: dict[int, int] = {}  # slot -> ticket
+        self.drained: dict[int, int] = {1: 0, 2: 0}
+        self.open = 0
+        self.aborted = 0
+        self.fault = ""
+        self.receive(self.ring.start())
+        self.grant(1)
+
+    # What can happen ----------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[tuple[Any, ...]]:
+        for name, writer in self.writers.items():  # these commute with all else: do them first
+            if writer.flushes and not writer.flying and not writer.dead:
+                yield f"{name}: has flushed {writer.flushes[0]}", "flushed", name
+                return
+            if writer.control and writer.control[0][0] == "retire" and not self.moves and not writer.dead:
+                yield f"{name}: {writer.control[0]}", "tell", name
+                return
+        if self.budget["abort"] and self.open == 1 and not self.aborted:
+            yield "~coordinator: aborts ticket 1", "abort"
+        if self.budget["move"] and self.open == 1 and not self.aborted:
+            yield "~coordinator: group 1 of ticket 1 now comes from B", "move"
+        if self.control:
+            yield f"R: {self.control[0]}", "hear_control"
+        for slot in sorted(self.ready):
+            yield f"R: drains slot {slot} {self.ready[slot]}", "drain", slot
+        if self.budget["fence"]:
+            for slot, ticket in sorted(self.takes_back.items()):
+                yield f"~R: fence_timeout_s of slot {slot}", "fence", slot, ticket
+        for name, writer in self.writers.items():
+            if writer.notes:
+                yield f"R: {writer.notes[0]} of {name}", "hear_note", name
+            if writer.stops:
+                yield f"R: {writer.stops[0]} of {name}", "hear_stop", name
+            if writer.flying:
+                yield f"{name}: put {writer.flying[0]} lands", "land", name
+            if writer.dead:
+                continue
+            if writer.control:
+                yield f"{name}: {writer.control[0]}", "tell", name
+            if writer.credits:
+                yield f"{name}: credit {writer.credits[0]}", "credit", name
+            if self.budget["death"] and name == "B" and self.open == 1:
+                yield f"~{name}: dies", "die", name
+
+    # Coordinator --------------------------------------------------------------------------------------
+
+    def grant(self, ticket: int) -> None:
+        self.open = ticket
+        out = {name for name, writer in self.writers.items() if writer.dead}
+        if ticket == 1 and self.absent:
+            out.add(self.absent)
+        self.granted[ticket] = [Incoming(tuple(w for w in g.writers if w not in out)) for g in self.plan]
+        self.say("grant", ticket)
+
+    def say(self, word: str, ticket: int) -> None:
+        self.control.append((word, ticket))
+        for name, writer in self.writers.items():
+            if not writer.dead and not (ticket == 1 and name == self.absent):
+                writer.control.append((word, ticket))
+
+    def abort(self) -> None:
+        self.budget["abort"] -= 1
+        self.aborted = 1
+        self.say("abort", 1)
+
+    def move(self) -> None:
+        self.budget["move"] -= 1
+        self.say("move", 1)
+
+    def ended(self, ticket: int) -> None:
+        """The receiver is through with the ticket."""
+        for writer in self.writers.values():
+            writer.control.append(("retire", ticket))
+        self.open = 0
+        if ticket == 1:
+            self.grant(2)
+
+    # Receiver -----------------------------------------------------------------------------------------
+
+    def hear_control(self) -> None:
+        word, ticket = self.control.pop(0)
+        if word == "grant":
+            self.receive(self.ring.grant(ticket, self.granted[ticket]))
+        elif word == "abort" and self.drained[ticket] < len(self.plan):
+            self.ready = {s: key for s, key in self.ready.items() if key[0] != ticket}
+            self.receive(self.ring.abort(ticket))
+            self.ended(ticket)
+        elif word == "move":
+            self.receive(self.ring.reassign(ticket, 1, 0, "B"))
+
+    def hear_note(self, name: str) -> None:
+        self.receive(self.ring.arrived(name, self.writers[name].notes.pop(0)))
+
+    def hear_stop(self, name: str) -> None:
+        self.receive(self.ring.stopped(name, self.writers[name].stops.pop(0)))
+
+    def drain(self, slot: int) -> None:
+        ticket, group = self.ready.pop(slot)
+        assert self.ring.draining(slot, ticket)
+        whole = {(ticket, group, piece) for piece in range(len(self.granted[ticket][group].writers))}
+        if self.memory[slot] != whole:
+            self.fault = f"group {group} of ticket {ticket} is applied from {sorted(self.memory[slot])}"
+        self.drained[ticket] += 1
+        self.receive(self.ring.drained(slot))
+        if self.drained[ticket] == len(self.plan):
+            self.ended(ticket)
+
+    def fence(self, slot: int, ticket: int) -> None:
+        self.budget["fence"] -= 1
+        del self.takes_back[slot]
+        self.receive(self.ring.abandon(slot, ticket))
+
+    def receive(self, actions: list[Any]) -> None:
+        for action in actions:
+            if isinstance(action, GiveCredit):
+                self.memory[action.slot] = {k for k in self.memory[action.slot] if k[:2] == key_of(action)}
+                writer = self.writers[action.writer]
+                slot = action.slot + 100 * self.generation[action.slot]
+                writer.credits.append((action.ticket, action.group, action.piece, slot))
+            elif isinstance(action, GroupReady):
+                self.ready[action.slot] = (action.ticket, action.group)
+            elif isinstance(action, TakeBack):
+                self.takes_back[action.slot] = action.ticket
+            elif isinstance(action, ReplaceSlot):
+                self.generation[action.slot] += 1
+                self.receive(self.ring.replaced(action.slot))
+            else:
+                assert isinstance(action, ToLeader)
+                assert not isinstance(action.message, Landed) or action.message.ticket == self.open
+
+    # Writers ------------------------------------------------------------------------------------------
+
+    def tell(self, name: str) -> None:
+        writer = self.writers[name]
+        word, ticket = writer.control.pop(0)
+        out = writer.outgoing
+        if word == "grant":
+            pieces = [
+                (g, p)
+                for g, group in enumerate(self.granted[ticket])
+                for p, who in enumerate(group.writers)
+                if who == name
+            ]
+            self.write(name, [*out.announced(ticket), *out.serve(ticket, {"R": pieces})])
+        elif word == "abort":
+            self.write(name, out.aborted(ticket, ["R"]))
+        elif word == "retire":
+            self.write(name, out.retired(ticket))
+        elif name == "A":
+            self.write(name, out.give_up("R", ticket, 1, 0))
+        else:
+            self.write(name, out.take_over("R", ticket, 1, 0))
+
+    def credit(self, name: str) -> None:
+        writer = self.writers[name]
+        ticket, group, piece, slot = writer.credits.pop(0)
+        writer.slots[ticket, group, piece] = slot
+        self.write(name, writer.outgoing.credit("R", ticket, group, piece))
+
+    def land(self, name: str) -> None:
+        ticket, group, piece, slot = self.writers[name].flying.pop(0)
+        generation, slot = divmod(slot, 100)
+        if generation == self.generation[slot]:
+            held = self.ring._slots[slot]
+            if held.state == "free" or (held.ticket, held.group) != (ticket, group):
+                self.fault = (
+                    f"late write: piece {piece} of group {group} of ticket {ticket} lands in slot {slot}, "
+                    f"which is {held.state} for group {held.group} of ticket {held.ticket}"
+                )
+            self.memory[slot].add((ticket, group, piece))
+        if not self.writers[name].dead:
+            self.writers[name].notes.append(Arrived(ticket, group, piece))
+
+    def flushed(self, name: str) -> None:
+        writer = self.writers[name]
+        self.write(name, writer.outgoing.flushed("R", *writer.flushes.pop(0)))
+
+    def die(self, name: str) -> None:
+        """It is noticed once nothing of it flies any more, and its ticket is aborted for it."""
+        self.budget["death"] -= 1
+        writer = self.writers[name]
+        writer.dead = True
+        writer.control, writer.credits, writer.flying, writer.flushes = [], [], [], []
+        writer.freed = {1, 2}
+        self.receive(self.ring.writer_dead(name))
+        if not self.aborted:
+            self.aborted = 1
+            self.say("abort", 1)
+
+    def write(self, name: str, actions: list[Any]) -> None:
+        writer = self.writers[name]
+        for action in actions:
+            if isinstance(action, StartPut):
+                key = (action.ticket, action.group, action.piece)
+                writer.flying.append((*key, writer.slots.pop(key)))
+                # the source is read at once; landing is what a flush waits for
+                self.write(name, writer.outgoing.put_ended("R", *key))
+            elif isinstance(action, Flush):
+                writer.flushes.append((action.ticket, action.group))
+            elif isinstance(action, SendStopped):
+                writer.stops.append(Stopped(action.ticket, action.group))
+            elif isinstance(action, FreeSource):
+                assert action.ticket not in writer.freed, "freed twice"
+                writer.freed.add(action.ticket)
+            else:
+                assert isinstance(action, CancelPut)
+
+    # Judgement -----------------------------------------------------------------------------------------
+
+    def bad(self) -> str:
+        return self.fault
+
+    def good_end(self) -> bool:
+        done = self.drained[2] == len(self.plan) and set(self.ring.states) == {"free"}
+        freed = {1, 2}
+        return done and all(w.freed | ({1} if n == self.absent else set()) == freed for n, w in self.writers.items())
+
+
+def key_of(action: GiveCredit) -> tuple[int, int]:
+    return action.ticket, action.group
