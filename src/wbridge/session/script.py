@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import anyio
-from anyio.from_thread import BlockingPortal
+
+from wbridge.device.wakeup import Wakeup
 
 T = TypeVar("T")
 
@@ -80,15 +81,9 @@ async def _done(future: Future[Any]) -> None:
     """Return when `future` is done, however it ended."""
     if future.done():
         return
-    done = anyio.Event()
-    async with BlockingPortal() as portal:
-
-        def wake(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the waiter has left
-                portal.start_task_soon(done.set)
-
-        future.add_done_callback(wake)
-        await done.wait()
+    done = Wakeup()  # the future may end in any thread, this one included
+    future.add_done_callback(lambda _: done.set())
+    await done.wait()
 
 
 async def _stop(step: Wait | Run, cancelled: BaseException) -> tuple[object, BaseException | None]:
@@ -147,5 +142,7 @@ def _block(step: Wait | Run) -> object:
         return step.future.result()
     result = step.hook(*step.args)
     if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()  # or Python warns that it was never awaited
         raise TypeError(f"{step.hook!r} is async; the blocking adapter needs a plain function")
     return result
