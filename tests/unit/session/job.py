@@ -93,7 +93,8 @@ class Job:
     async def take(self, *indices: int) -> list[wbridge.Update]:
         """Wait for the next update on these receivers, or on all."""
         chosen = indices or range(len(self.receivers))
-        updates = await gather(*[lambda i=i: self.receivers[i].poll_requests(wait_s=PATIENCE_S) for i in chosen])
+        polls = [lambda i=i: self.receivers[i].poll_requests(wait_s=PATIENCE_S) for i in chosen]
+        updates = await gather(*polls)
         assert all(updates), "no update in time"
         return [update for update in updates if update]
 
@@ -118,6 +119,7 @@ async def running(
     toys_of: tuple[list[Trainer], list[Rollout]] | None = None,
     devices: tuple[Device | None, Device | None] = (None, None),
     hooks: Mapping[int, Any] | None = None,  # Any: test doubles with both kinds of hooks
+    retarget: Callable[[int, wbridge.Target], wbridge.Target] | None = None,
     **config: object,
 ) -> AsyncIterator[Job]:
     """A connected job; every adapter is closed at the end."""
@@ -129,7 +131,11 @@ async def running(
     ]
     receivers = [
         wbridge.ReceiverAdapter(
-            r.target, rendezvous=rendezvous(path), config=values, device=devices[1], hooks=(hooks or {}).get(i)
+            retarget(i, r.target) if retarget else r.target,
+            rendezvous=rendezvous(path),
+            config=values,
+            device=devices[1],
+            hooks=(hooks or {}).get(i),
         )
         for i, r in enumerate(rollouts)
     ]

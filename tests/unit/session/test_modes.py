@@ -170,7 +170,7 @@ async def test_an_update_needs_nothing_of_the_trainers_loop(tmp_path: Path) -> N
         thread = threading.Thread(target=roll)
         thread.start()
         await job.send(1)
-        landed_while_blocked = taken.wait(PATIENCE_S)  # noqa: ASYNC251  # blocks this loop on purpose
+        landed_while_blocked = taken.wait(PATIENCE_S)  # blocks this loop on purpose
         thread.join()
         assert landed_while_blocked
 
@@ -187,7 +187,7 @@ async def test_an_update_needs_nothing_of_the_rollouts_loop(tmp_path: Path) -> N
 
         thread = threading.Thread(target=wait)
         thread.start()
-        landed_while_blocked = landed.wait(PATIENCE_S)  # noqa: ASYNC251  # blocks this loop on purpose
+        landed_while_blocked = landed.wait(PATIENCE_S)  # blocks this loop on purpose
         thread.join()
         assert landed_while_blocked
         assert delivery.outcomes == {"engine-0": "landed"}
