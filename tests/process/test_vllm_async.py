@@ -140,7 +140,7 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str) -> dic
     async def generate(request: str, num_tokens: int) -> list[int]:
         output = None
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        async for output in bridge.generate({"prompt_token_ids": PROMPT}, sampling, request):
+        async for output in bridge.generate({"prompt_token_ids": PROMPT}, sampling, request):  # noqa: B007
             started.set()
         assert output is not None
         return list(output.outputs[0].token_ids)

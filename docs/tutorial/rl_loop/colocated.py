@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import torch.distributed as dist
 from report import Channels
 from rollout import Rollout
 from task import Settings
@@ -30,4 +29,4 @@ def run_colocated(rank: int, settings: Settings, channels: Channels) -> None:
     sampling.join()
     if failure:
         raise RuntimeError("the rollout of this process failed") from failure[0]
-    dist.destroy_process_group()
+    # vLLM ends the process groups when the process exits, the trainers' among them.

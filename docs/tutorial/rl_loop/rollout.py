@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from report import Channels, digest
-from task import GROUP_SIZE, NUM_NEW_TOKENS, TARGET, VOCABULARY_SIZE, Group, Settings, encode, random_prompt
+from task import GROUP_SIZE, NUM_NEW_TOKENS, TARGET, WORDS, Group, Settings, encode, random_prompt
 
 MAX_GROUPS_IN_FLIGHT = 2
 CHECK_PROMPT = encode("xyz")
@@ -136,7 +136,7 @@ class Rollout:
 
         last = self._weights()
         changed = sum(int((first[n].view(torch.uint8) != last[n].view(torch.uint8)).sum()) for n in last)
-        others = [token for token in range(VOCABULARY_SIZE) if token != TARGET]
+        others = [token for token in range(len(WORDS)) if token != TARGET]
         sampling = SamplingParams(
             temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, allowed_token_ids=others
         )

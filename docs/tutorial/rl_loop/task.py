@@ -1,4 +1,4 @@
-"""The task and the settings: a policy of four letters' worth of skill, and what it is rewarded for."""
+"""The task and the settings: which policy learns what, and how the processes split the work."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", *LETTERS]
-VOCABULARY_SIZE = 256
-"""More than there are words: the rest are tokens without a meaning."""
-
+VOCABULARY_SIZE = len(WORDS)
 TARGET = WORDS.index("a")
 NUM_NEW_TOKENS = 12
 """The best reward: every new token is the target."""
@@ -66,7 +64,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: list[int]) -> str:
-    return "".join(WORDS[token] if token < len(WORDS) else "?" for token in tokens)
+    return "".join(WORDS[token] for token in tokens)
 
 
 def random_prompt(source: random.Random) -> list[int]:
@@ -82,7 +80,7 @@ def policy_config(size: str) -> Any:
     """Return the config of a small Qwen3; `medium` has more than 100 MB of weights."""
     from transformers import Qwen3Config
 
-    hidden, inner, layers = (64, 96, 2) if size == "tiny" else (512, 1536, 9)
+    hidden, inner, layers = (64, 96, 2) if size == "tiny" else (512, 1536, 7)
     config = Qwen3Config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=hidden,

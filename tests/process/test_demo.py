@@ -1,0 +1,56 @@
+"""The tutorial's loop learns, in every mode, and its engines run on exactly the trainer's weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.backend, pytest.mark.process, pytest.mark.slow]
+pytest.importorskip("vllm")
+pytest.importorskip("rich")
+
+DEMO = Path(__file__).parents[2] / "docs" / "tutorial" / "rl_loop"
+LIMIT_S = 240
+
+
+def run_demo(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    numbers = tmp_path / "numbers.json"
+    command = [sys.executable, str(DEMO), "--json", str(numbers), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    found: dict[str, Any] = json.loads(numbers.read_text())
+    return found
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+@pytest.mark.parametrize("mode", ["sync", "sender_overlap", "receiver_overlap", "async"])
+def test_the_policy_learns_and_every_rollout_follows_bit_for_bit(mode: str, tmp_path: Path) -> None:
+    found = run_demo(tmp_path, "--mode", mode, "--steps", "25")
+    assert found["reward_last"] >= 2 * found["reward_first"]
+    assert found["bit_exact"] == 1
+    assert found["versions_sent"] >= 26 and found["versions_applied"] >= 2
+    assert 1.0 <= found["egress_copies"] <= 1.01
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+def test_without_updates_the_reward_does_not_rise(tmp_path: Path) -> None:
+    found = run_demo(tmp_path, "--no-sync", "--steps", "20")
+    assert found["reward_last"] <= found["reward_first"] + 1
+    assert (found["versions_sent"], found["versions_applied"], found["bit_exact"]) == (1, 1, 0)
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+def test_a_trainer_and_an_engine_share_a_process(tmp_path: Path) -> None:
+    found = run_demo(tmp_path, "--colocated", "--mode", "sync", "--steps", "10")
+    assert found["bit_exact"] == 1 and found["egress_copies"] <= 1.01
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+def test_a_hundred_megabytes_arrive_bit_for_bit(tmp_path: Path) -> None:
+    found = run_demo(tmp_path, "--size", "medium", "--steps", "2")
+    assert found["bit_exact"] == 1 and 1.0 <= found["egress_copies"] <= 1.01
