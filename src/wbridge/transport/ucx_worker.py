@@ -205,6 +205,7 @@ class UcxWorker:
                 transfer.forsake()
         self._frames.clear()
         for route in self._routes:
+            route.ucx.remove_close_callback()
             del route.ucx  # it would keep the worker, and with it descriptors
         self._routes.clear()
         del ending, self._worker, self._context
