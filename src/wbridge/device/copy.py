@@ -117,8 +117,8 @@ class _Ends:
         last = last_element(block.extents, block.parameter_strides) + block.parameter_offset
         if block.parameter_offset < 0 or last > last_element(tensor.shape, tensor.stride()):
             raise LayoutError(
-                f"{block.parameter}: elements {block.parameter_offset} to {last} leave its shape {tuple(tensor.shape)}; "
-                "describe the parameter again"
+                f"{block.parameter}: elements {block.parameter_offset} to {last} leave its shape "
+                f"{tuple(tensor.shape)}; describe the parameter again"
             )
         self.parameter = self._window(
             tensor,

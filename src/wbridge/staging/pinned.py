@@ -35,7 +35,9 @@ class PinnedSender:
         self._stream = device.open_stream("snapshot")
         self._slots = LocalSlots(device, num_slots=local_slots, slot_nbytes=slot_nbytes(pieces))
         mirrors = [Mirror(device, parameters, names) for _ in range(snapshot_versions)]
-        self._free = deque(_Version(mirror, Gathering(self._gathers, pieces, mirror.tensors)) for mirror in mirrors)
+        self._free = deque(
+            _Version(mirror, Gathering(self._gathers, pieces, mirror.tensors)) for mirror in mirrors
+        )
         self._available = anyio.Semaphore(snapshot_versions, fast_acquire=True)
 
     @property

@@ -112,7 +112,7 @@ async def check_many_outstanding_puts(open_pair: OpenPair) -> None:
 
 
 async def check_a_cancelled_put_leaves_no_notification(open_pair: OpenPair) -> None:
-    """Each await of a put is cut once; what did not return is not notified, and after `flush` all is still."""
+    """Cut at each await: what did not return is not notified, and after `flush` all is still."""
     async with open_pair() as pair:
         endpoint = await pair.connect()
         for nbytes in (64, 8 * 2**20):
