@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from concurrent.futures import Future
 
 
@@ -14,35 +15,37 @@ class StepGate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_open = 0
+        self._open: Counter[int] = Counter()  # by the thread that entered
         self._closed = False
         self._drained: Future[None] | None = None
         self._opened: Future[None] = Future()
 
-    def enter(self, *, wait_for_apply: bool) -> Future[None] | None:
+    def enter(self, thread: int, *, blocking: bool) -> Future[None] | None:
         """Count one more open step, or return the future to wait for before trying again.
 
-        With `wait_for_apply` a step also waits for an apply that itself still waits for open steps,
-        which keeps a crowd of overlapping steps from starving it. A caller that would block its event
-        loop must not: those open steps may need the loop to end.
+        A step also waits for an apply that itself still waits for open steps, which keeps steps that
+        follow or overlap each other from starving it. Not if that would block a thread which has steps
+        open itself: they may need its event loop to end.
         """
         with self._lock:
-            if self._closed or (wait_for_apply and self._drained is not None):
+            may_wait = not (blocking and self._open[thread])
+            if self._closed or (may_wait and self._drained is not None):
                 return self._opened
-            self._num_open += 1
+            self._open[thread] += 1
             return None
 
-    def leave(self) -> None:
+    def leave(self, thread: int) -> None:
         with self._lock:
-            self._num_open -= 1
-            drained = self._drained if self._num_open == 0 else None
+            self._open[thread] -= 1
+            self._open += Counter()  # forget threads without steps
+            drained = None if self._open else self._drained
         if drained is not None and not drained.done():
             drained.set_result(None)
 
     def try_close(self) -> Future[None] | None:
         """Close the gate, or return the future to wait for before trying again: steps are still open."""
         with self._lock:
-            if not self._num_open:
+            if not self._open:
                 self._closed = True
                 return None
             if self._drained is None or self._drained.done():

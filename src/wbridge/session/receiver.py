@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 
@@ -121,28 +122,30 @@ class Step:
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
+        self._thread = 0
 
-    def _enter(self, *, wait_for_apply: bool) -> Script[int | None]:
-        while (closed := self._rollout.gate.enter(wait_for_apply=wait_for_apply)) is not None:
+    def _enter(self, *, blocking: bool) -> Script[int | None]:
+        self._thread = threading.get_ident()
+        while (closed := self._rollout.gate.enter(self._thread, blocking=blocking)) is not None:
             yield Wait(closed)
         try:
             return self._rollout.version_for_step()
         except BaseException:  # whatever it is, the step was not entered; raised again
-            self._rollout.gate.leave()
+            self._rollout.gate.leave(self._thread)
             raise
 
     def __enter__(self) -> int | None:
-        return drive_blocking(self._enter(wait_for_apply=False))
+        return drive_blocking(self._enter(blocking=True))
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._rollout.gate.leave()
+        self._rollout.gate.leave(self._thread)
 
     async def __aenter__(self) -> int | None:
-        return await drive_async(self._enter(wait_for_apply=True))
+        return await drive_async(self._enter(blocking=False))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._rollout.gate.leave()
+        self._rollout.gate.leave(self._thread)
