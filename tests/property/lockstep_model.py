@@ -87,13 +87,14 @@ class LockstepWorld:
         deaths: int = 0,
         leader_dies: bool = False,
         aborts: int = 0,
+        slow_apply: bool = False,
         leader: type[Leader] = Leader,
         follower: type[Follower] = Follower,
     ) -> None:
         self.depends = depends
         self.direct = direct
         self.slow_hooks = refusals > 0
-        self.slow_apply = direct or deaths > 0
+        self.slow_apply = slow_apply or direct or deaths > 0
         self.leader_dies = leader_dies
         self.budget = dict(timeout=timeouts, refusal=refusals, cancel=cancels, death=deaths, abort=aborts)
         self.workers = [Worker(follower) for _ in range(num_workers)]
@@ -191,7 +192,9 @@ class LockstepWorld:
         step = worker.follower.counter + 1
         ran = self.ran.setdefault(step, worker.version)
         if ran != worker.version:
-            self.fault = f"torn: step {step} runs with v{worker.version} on worker {i}, a peer ran it with v{ran}"
+            self.fault = (
+                f"torn: step {step} runs with v{worker.version} on worker {i}, a peer ran it with v{ran}"
+            )
         worker.phase = "stepping"
         self.normalise()
 

@@ -284,7 +284,9 @@ class RingWorld:
     def good_end(self) -> bool:
         done = self.drained[2] == len(self.plan) and set(self.ring.states) == {"free"}
         freed = {1, 2}
-        return done and all(w.freed | ({1} if n == self.absent else set()) == freed for n, w in self.writers.items())
+        return done and all(
+            w.freed | ({1} if n == self.absent else set()) == freed for n, w in self.writers.items()
+        )
 
 
 def key_of(action: GiveCredit) -> tuple[int, int]:

@@ -335,6 +335,10 @@ class TicketWorld:
                 continue
             if engine.mode in ("receiving", "landed") or (self.parked and engine.mode == "offered"):
                 return False
-            if engine.committed != newest and newest not in self.retired and (newest, name) not in self.finals:
+            if (
+                engine.committed != newest
+                and newest not in self.retired
+                and (newest, name) not in self.finals
+            ):
                 return False
         return True
