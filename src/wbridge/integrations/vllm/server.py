@@ -72,7 +72,7 @@ class EngineBridge:
                 await self._engine.update_weight_version(str(self._version))
                 if self._on_update is not None:
                     await self._on_update(self._version)
-            await anyio.sleep(self._idle_poll_s)
+            await anyio.sleep(self._idle_poll_s)  # vLLM has no way to wake an idle engine but a call
 
     async def generate(
         self, prompt: Mapping[str, Any], sampling_params: Any, request_id: str

@@ -28,7 +28,7 @@ def target_from_model(
     model: torch.nn.Module,
     *,
     engine: str,
-    vllm_config: Any,
+    vllm_config: Any = None,
     checkpoint: Mapping[str, TensorSpec] | None = None,
     worker: WorkerId | None = None,
 ) -> Target:
@@ -36,7 +36,8 @@ def target_from_model(
 
     Where vLLM leaves parameters as they were loaded, updates are written into them in place. Where it
     has converted some (`converted_parameters`), each update is assembled and loaded as at start-up.
-    `checkpoint` is read from the model's directory, or from its config, when left out.
+    `checkpoint` is read from the model's directory, or from its config, when left out; with it a model
+    that is not converted needs no `vllm_config`.
     """
     checkpoint = dict(checkpoint or checkpoint_of(vllm_config))
     worker = worker or WorkerId(role="rollout", group=engine, mesh_shape=(1,), coordinate=(0,))
