@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def minimal(session: nox.Session) -> None:
 def run(session: nox.Session, *arguments: str) -> None:
     """Run Python in the shared environment."""
     build_environment(session)
-    path = f"{SHARED / 'bin'}:{session.env.get('PATH', '')}"
+    path = f"{SHARED / 'bin'}:{os.environ['PATH']}"
     session.run(str(SHARED / "bin" / "python"), *arguments, external=True, env={"PATH": path})
 
 
