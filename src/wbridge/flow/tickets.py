@@ -303,7 +303,7 @@ class Tickets:
 
     def _close_if_through(self, ticket: TicketRecord, out: list[TicketsAction]) -> None:
         if self._delivery == "every":
-            if all(e.name in ticket.landed | ticket.final for e in self._live()):
+            if all(e.name in ticket.landed | ticket.voided | ticket.final for e in self._live()):
                 self._close(ticket, "missed", out)
         elif self._out_of_snapshots(ticket):
             self._close(ticket, "superseded", out)

@@ -1,0 +1,399 @@
+"""The coordinator's rules. `a1` to `a6` are the counterexamples that each rule of ticketing answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from wbridge.flow.actions import StartDeadline, StartPatience, To
+from wbridge.flow.messages import (
+    AbortTicket,
+    Announced,
+    CallAborted,
+    EngineOutcome,
+    Finished,
+    Landed,
+    Offer,
+    OfferRefused,
+    Overdue,
+    Report,
+    Retired,
+    Serve,
+    TicketAborted,
+    TooLate,
+    Waiting,
+    WithdrawCall,
+    WithdrawOffer,
+)
+from wbridge.flow.tickets import Tickets
+
+
+def tickets(
+    delivery: Any = "latest",
+    *,
+    num_ranks: int = 2,
+    engines: tuple[str, ...] = ("a", "b"),
+    held: bool = False,
+    parked: bool = False,
+) -> Tickets:
+    return Tickets(
+        num_ranks=num_ranks, engines=engines, delivery=delivery, source_held=held, offers_are_parked=parked
+    )
+
+
+def announce(machine: Tickets, call: int, *, num_ranks: int = 2, version: int = 0) -> list[Any]:
+    """All ranks report the call; what the last report brings about."""
+    out: list[Any] = []
+    for rank in range(num_ranks):
+        out = machine.report(rank, Report(call, version or call))
+    return out
+
+
+def said(actions: list[Any], kind: Any) -> list[Any]:
+    return [a.message for a in actions if isinstance(a, To) and isinstance(a.message, kind)]
+
+
+def outcomes(actions: list[Any]) -> dict[str, tuple[str, bool]]:
+    return {m.engine: (m.outcome, m.final) for m in said(actions, EngineOutcome)}
+
+
+def test_a_ticket_is_announced_when_the_last_rank_has_reported() -> None:
+    machine = tickets()
+    assert machine.report(0, Report(1, 42, b"meta")) == []
+    out = machine.report(1, Report(1, 42))
+    everyone = (("rank", 0), ("rank", 1), ("leader", "a"), ("leader", "b"))
+    assert out == [To(everyone, Announced(1, 42, 1)), StartPatience(1)]
+
+
+def test_standing_offers_are_served_with_the_announcement() -> None:
+    machine = tickets()
+    assert machine.offer("a", Offer(1)) == []
+    assert machine.offer("b", Offer(1)) == []
+    machine.report(0, Report(1, 42, b"meta"))
+    out = machine.report(1, Report(1, 42))
+    everyone = (("rank", 0), ("rank", 1), ("leader", "a"), ("leader", "b"))
+    assert To(everyone, Serve(1, 42, ("a", "b"), b"meta")) in out
+
+
+def test_latest_waits_with_patience_then_marks_missed_and_serves_late_offers() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    assert not said(announce(machine, 1), Serve)
+    out = machine.patience_passed(1)
+    assert said(out, Serve) == [Serve(1, 1, ("a",))]
+    assert outcomes(out) == {"b": ("missed", False)}
+    out = machine.offer("b", Offer(1))
+    assert said(out, Serve) == [Serve(1, 1, ("b",))]
+
+
+def test_who_missed_is_served_first_next_time() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    announce(machine, 1)
+    machine.patience_passed(1)
+    machine.landed("a", Landed(1))
+    machine.finished("a", Finished(1, "applied"))
+    machine.offer("a", Offer(2))
+    assert outcomes(announce(machine, 2)) == {"b": ("missed", True)}
+    assert said(machine.offer("b", Offer(1)), Serve) == [Serve(2, 2, ("b", "a"))]
+
+
+def test_a_newer_ticket_supersedes_and_inherits_the_patience() -> None:
+    """Else a trainer faster than the patience would never be served to an engine beside a silent one."""
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    announce(machine, 1)
+    out = announce(machine, 2)
+    assert StartPatience(2) not in out
+    assert outcomes(out) == {"a": ("superseded", True), "b": ("superseded", True)}
+    assert said(out, Retired) == [Retired(1)]
+    assert said(machine.patience_passed(1), Serve) == [Serve(2, 2, ("a",))]
+
+
+def test_a1_landing_frees_the_source_although_the_engine_never_polls() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    machine.offer("b", Offer(1))
+    announce(machine, 1)
+    announce(machine, 2)
+    assert not said(machine.landed("a", Landed(1)), Retired)
+    assert said(machine.landed("b", Landed(1)), Retired) == [Retired(1)]
+
+
+def test_a2_all_ranks_waiting_closes_the_newest_ticket() -> None:
+    machine = tickets()
+    announce(machine, 1)
+    assert machine.waiting(0, Waiting(2)) == []
+    out = machine.waiting(1, Waiting(2))
+    assert said(out, Retired) == [Retired(1)]
+    assert outcomes(out) == {"a": ("superseded", True), "b": ("superseded", True)}
+
+
+def test_a2_an_engine_that_stands_ready_is_served_before_the_ticket_closes() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    announce(machine, 1)
+    machine.waiting(0, Waiting(2))
+    out = machine.waiting(1, Waiting(2))
+    assert said(out, Serve) == [Serve(1, 1, ("a",))]
+    assert not said(out, Retired)
+    assert said(machine.landed("a", Landed(1)), Retired) == [Retired(1)]
+
+
+def test_a3_every_does_not_skip() -> None:
+    machine = tickets("every")
+    announce(machine, 1)
+    announce(machine, 2)
+    for name in "ab":
+        out = machine.offer(name, Offer(1))
+    assert said(out, Serve) == [Serve(1, 1, ("a", "b"))]
+    machine.landed("a", Landed(1))
+    assert said(machine.landed("b", Landed(1)), Retired) == [Retired(1)]
+
+
+def test_a4_a_withdrawn_number_is_burnt_and_calls_match_by_number() -> None:
+    machine = tickets()
+    machine.report(0, Report(1, 7))
+    out = machine.withdraw(1, WithdrawCall(1))
+    burnt = CallAborted(1, "trainer rank 1 cancelled send 1")
+    assert out == [To((("rank", 0), ("rank", 1)), burnt)]
+    assert machine.report(1, Report(2, 7)) == []  # not a match for rank 0's first call
+    assert said(machine.report(0, Report(2, 7)), Announced) == [Announced(1, 7, 2)]
+
+
+def test_a4_who_begins_a_burnt_call_later_is_told_once() -> None:
+    machine = tickets()
+    machine.withdraw(1, WithdrawCall(1))
+    burnt = CallAborted(1, "trainer rank 1 cancelled send 1")
+    assert machine.waiting(0, Waiting(1)) == [To((("rank", 0),), burnt)]
+    assert machine.report(0, Report(1, 7)) == []
+
+
+def test_a5_direct_cancelled_after_the_announcement_aborts() -> None:
+    machine = tickets("every", held=True)
+    machine.offer("a", Offer(1))
+    machine.offer("b", Offer(1))
+    announce(machine, 1)
+    machine.landed("a", Landed(1))
+    out = machine.withdraw(1, WithdrawCall(1))
+    (aborted,) = said(out, TicketAborted)
+    assert aborted == TicketAborted(1, ("a", "b"), "trainer rank 1 cancelled send 1", everywhere=True)
+    assert said(out, Retired) == [Retired(1)]
+    assert outcomes(machine.finished("a", Finished(1, "applied"))) == {"a": ("applied", True)}  # it lost
+    assert outcomes(machine.finished("b", Finished(1, "aborted"))) == {"b": ("aborted", True)}
+    assert machine.quiet
+
+
+def test_pinned_cancelled_after_the_announcement_only_stops_waiting() -> None:
+    machine = tickets()
+    announce(machine, 1)
+    assert machine.withdraw(1, WithdrawCall(1)) == [To((("rank", 1),), TooLate(1, 1))]
+
+
+def test_a6_a_withdrawal_reaches_a_rank_that_waits_for_a_snapshot() -> None:
+    machine = tickets()
+    announce(machine, 1)
+    machine.waiting(1, Waiting(2))
+    (action,) = machine.withdraw(0, WithdrawCall(2))
+    assert isinstance(action, To)
+    assert action.recipients == (("rank", 0), ("rank", 1))
+    assert machine.waiting(0, Waiting(3)) == []  # rank 1 waits no more: nothing closes
+
+
+def test_differing_versions_are_named_and_the_next_call_goes_on() -> None:
+    machine = tickets()
+    machine.report(0, Report(1, 5))
+    out = machine.report(1, Report(1, 6))
+    (answer,) = said(out, CallAborted)
+    assert answer.protocol_error
+    assert "rank 0 sends version 5" in answer.reason
+    assert "rank 1 sends version 6" in answer.reason
+    assert said(announce(machine, 2), Announced) == [Announced(1, 2, 2)]
+
+
+def test_differing_metadata_is_named() -> None:
+    machine = tickets()
+    machine.report(0, Report(1, 5, b"12"))
+    (answer,) = said(machine.report(1, Report(1, 5, b"123")), CallAborted)
+    assert answer.protocol_error
+    assert "rank 1 gives 3 bytes" in answer.reason
+
+
+def test_an_engine_has_one_grant_at_most() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    announce(machine, 1)
+    machine.patience_passed(1)
+    machine.landed("a", Landed(1))
+    assert said(machine.offer("a", Offer(2)), OfferRefused) == [
+        OfferRefused(2, "engine 'a' still holds ticket 1")
+    ]
+
+
+def test_a_parked_offer_with_nothing_open_is_refused_at_once() -> None:
+    machine = tickets(parked=True)
+    assert said(machine.offer("a", Offer(1)), OfferRefused)
+    announce(machine, 1)
+    assert machine.offer("a", Offer(2)) == []
+    assert said(machine.offer("b", Offer(1)), Serve) == [Serve(1, 1, ("a", "b"))]
+
+
+def test_parked_the_first_offer_after_patience_is_served_and_the_others_missed() -> None:
+    machine = tickets(parked=True)
+    announce(machine, 1)
+    assert machine.patience_passed(1) == []
+    out = machine.offer("b", Offer(1))
+    assert said(out, Serve) == [Serve(1, 1, ("b",))]
+    assert outcomes(out) == {"a": ("missed", False)}
+
+
+def test_parked_offers_are_refused_when_their_ticket_is_aborted() -> None:
+    machine = tickets("every", parked=True, held=True)
+    announce(machine, 1)
+    machine.offer("a", Offer(1))
+    out = machine.withdraw(0, WithdrawCall(1))
+    assert [m.offer for m in said(out, OfferRefused)] == [1]
+    assert outcomes(out) == {"a": ("aborted", True), "b": ("aborted", True)}
+
+
+def test_an_offer_taken_back_is_answered_unless_it_was_served() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    assert said(machine.withdraw_offer("a", WithdrawOffer(1)), OfferRefused)
+    machine.offer("a", Offer(2))
+    announce(machine, 1)
+    machine.patience_passed(1)
+    assert machine.withdraw_offer("a", WithdrawOffer(2)) == []
+
+
+def test_independence_with_a_held_source_nobody_there_is_missed_after_patience() -> None:
+    machine = tickets(held=True)
+    announce(machine, 1)
+    out = machine.patience_passed(1)
+    assert said(out, Retired) == [Retired(1)]
+    assert outcomes(out) == {"a": ("missed", True), "b": ("missed", True)}
+
+
+def test_every_drops_at_the_deadline_who_has_not_landed() -> None:
+    machine = tickets("every")
+    out = announce(machine, 1)
+    assert StartDeadline(1) in out
+    machine.offer("a", Offer(1))
+    machine.patience_passed(1)
+    machine.landed("a", Landed(1))
+    out = machine.update_deadline_passed(1)
+    (overdue,) = said(out, Overdue)
+    assert overdue.missing == ("b",)
+    assert "engines b" in overdue.reason
+    assert outcomes(out) == {"b": ("missed", True)}
+    assert said(out, Retired) == [Retired(1)]
+
+
+def test_the_deadline_voids_grants_that_have_not_landed() -> None:
+    machine = tickets("every")
+    machine.offer("a", Offer(1))
+    machine.offer("b", Offer(1))
+    announce(machine, 1)
+    machine.landed("a", Landed(1))
+    out = machine.update_deadline_passed(1)
+    (aborted,) = said(out, TicketAborted)
+    assert aborted.engines == ("b",)
+    assert not aborted.everywhere
+    assert said(out, Retired) == [Retired(1)]
+    assert machine.landed("b", Landed(1)) == []  # too late
+    assert outcomes(machine.finished("b", Finished(1, "aborted"))) == {"b": ("aborted", True)}
+
+
+@pytest.mark.parametrize("outcome", ["aborted", "tainted"])
+def test_every_does_not_wait_for_an_engine_that_gave_a_ticket_up(outcome: Any) -> None:
+    """Its writers must stop and say so; the same ticket is never granted to it twice."""
+    machine = tickets("every")
+    machine.offer("a", Offer(1))
+    machine.offer("b", Offer(1))
+    announce(machine, 1)
+    machine.landed("a", Landed(1))
+    out = machine.finished("b", Finished(1, outcome, "checksum"))
+    (stop,) = said(out, TicketAborted)
+    assert stop.engines == ("b",)
+    assert outcomes(out) == {"b": (outcome, True)}
+    assert said(out, Retired) == [Retired(1)]
+    assert machine.offer("b", Offer(2)) == []
+    assert not said(machine.patience_passed(1), Serve)
+
+
+def test_abort_ends_landed_grants_too() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    machine.offer("b", Offer(1))
+    announce(machine, 1)
+    machine.landed("a", Landed(1))
+    out = machine.abort(0, AbortTicket(1, "loss is nan"))
+    (aborted,) = said(out, TicketAborted)
+    assert aborted.engines == ("a", "b")
+    assert aborted.everywhere
+    assert "loss is nan" in aborted.reason
+    assert said(out, Retired) == [Retired(1)]
+    assert not machine.quiet
+
+
+def test_a_lost_engine_is_waited_for_by_nobody() -> None:
+    machine = tickets("every")
+    machine.offer("a", Offer(1))
+    announce(machine, 1)
+    out = machine.lose_engine("b", "killed")
+    assert outcomes(out) == {"b": ("lost", True)}
+    assert said(out, Serve) == [Serve(1, 1, ("a",))]
+    assert said(machine.landed("a", Landed(1)), Retired) == [Retired(1)]
+    assert outcomes(announce(machine, 2)) == {"b": ("lost", True)}
+
+
+def test_the_grant_of_a_lost_engine_is_void() -> None:
+    machine = tickets()
+    machine.offer("b", Offer(1))
+    announce(machine, 1)
+    machine.patience_passed(1)
+    out = machine.lose_engine("b")
+    (aborted,) = said(out, TicketAborted)
+    assert aborted.engines == ("b",)
+    assert machine.quiet
+    assert machine.finished("b", Finished(1, "applied")) == []
+
+
+def test_a_lost_rank_ends_what_has_not_landed_and_every_later_call() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    machine.offer("b", Offer(1))
+    announce(machine, 1)
+    machine.landed("a", Landed(1))
+    machine.report(0, Report(2, 2))
+    out = machine.lose_rank(1, "killed")
+    (aborted,) = said(out, TicketAborted)
+    assert aborted.engines == ("b",)
+    assert said(out, CallAborted) == [CallAborted(2, "trainer rank 1 is lost: killed")]
+    assert all(("rank", 1) not in a.recipients for a in out if isinstance(a, To))
+    assert said(machine.report(0, Report(3, 3)), CallAborted)
+    assert outcomes(machine.finished("a", Finished(1, "applied"))) == {"a": ("applied", True)}
+
+
+def test_the_end_of_an_epoch_lets_open_grants_finish() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    announce(machine, 1)
+    machine.patience_passed(1)
+    machine.report(0, Report(2, 2))
+    out = machine.end("an engine joins")
+    assert said(out, CallAborted) == [CallAborted(2, "an engine joins")]
+    assert outcomes(out) == {"b": ("missed", True)}
+    assert said(machine.offer("b", Offer(1)), OfferRefused) == [OfferRefused(1, "an engine joins")]
+    assert not machine.quiet
+    assert said(machine.landed("a", Landed(1)), Retired) == [Retired(1)]
+    machine.finished("a", Finished(1, "applied"))
+    assert machine.quiet
+    assert machine.next_ticket == 2
+
+
+def test_the_same_version_may_be_sent_again() -> None:
+    machine = tickets()
+    announce(machine, 1, version=9)
+    assert said(announce(machine, 2, version=9), Announced) == [Announced(2, 9, 2)]
