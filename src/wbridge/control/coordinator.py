@@ -57,7 +57,7 @@ class Coordinator:
         self._host, self._port = host, port
         self._tls = tls
         self._membership = Membership()
-        self.incarnation = secrets.randbits(64)
+        self.incarnation: int = secrets.randbits(64)
         self._epochs = Epochs(config, self.incarnation, self._membership)
         self._address: str | None = None
         self._scope = anyio.CancelScope()

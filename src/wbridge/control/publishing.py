@@ -26,8 +26,8 @@ class EngineStanding:
         committed = leader.hello.committed
         here = committed is not None and committed.epoch.incarnation == incarnation
         self.leader = leader
-        self.version = committed.version if committed is not None else None
-        self.ticket = committed.ticket if committed is not None and here else 0
+        self.version: int | None = committed.version if committed is not None else None
+        self.ticket: int = committed.ticket if committed is not None and here else 0
         self.tainted = False
 
 
@@ -37,7 +37,7 @@ class Cohort:
     def __init__(self, epoch: Epoch, roster: Roster) -> None:
         self.epoch = epoch
         self.roster = roster
-        self.members = frozenset(roster.members)
+        self.members: frozenset[Member] = frozenset(roster.members)
         self.ready: set[Member] = set()
         self.lost: set[Member] = set()
 

@@ -19,7 +19,7 @@ Move = tuple[torch.Tensor, torch.Tensor]
 MAX_MOVES = 4096
 """An index that needs more moves than this is treated as arithmetic: the loader runs on the receiver."""
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten  # made at run time
 
 
 def moves_of(

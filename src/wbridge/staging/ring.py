@@ -18,7 +18,7 @@ class ReceiverRing:
         self, device: Device, kind: MemoryKind, targets: Tensors, groups: Sequence[Group], *, num_slots: int
     ) -> None:
         largest = max((group.nbytes for group in groups), default=0)
-        self.memory = RingMemory(device, kind, num_slots=num_slots, slot_nbytes=largest)
+        self.memory: RingMemory = RingMemory(device, kind, num_slots=num_slots, slot_nbytes=largest)
         self._stream = device.open_stream("apply")
         self._copies: dict[int, CopyPlan] = {
             group.index: build_scatter(iter_target_blocks(group), targets) for group in groups

@@ -42,7 +42,7 @@ class FaultyTransport:
 
     def __init__(self, inner: Transport, faults: Faults | None = None) -> None:
         self._inner = inner
-        self.faults = faults or Faults()
+        self.faults: Faults = faults or Faults()
         self._num_exposed = 0
         self._gate: anyio.Event | None = None
         self._endpoints: list[FaultyEndpoint] = []

@@ -7,9 +7,9 @@ class Counters:
     """Counts finished puts and messages. Belongs to one loop."""
 
     def __init__(self) -> None:
-        self.puts = 0
-        self.put_nbytes = 0
-        self.messages = 0
+        self.puts: int = 0
+        self.put_nbytes: int = 0
+        self.messages: int = 0
 
     def add_put(self, nbytes: int) -> None:
         self.puts += 1

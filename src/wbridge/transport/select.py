@@ -132,7 +132,7 @@ class Transports:
             lacking = self._name if self._ucxx is None else peer
             raise NativeUnavailable(
                 f"{self._name} and {peer} are different processes and {lacking} has no ucxx: there, "
-                "`pip install wbridge[cu12]` (or [cu13]) and do not set transport='loopback'"
+                "`pip install -e '.[cu12]'` (or '.[cu13]') in the clone, and do not set transport='loopback'"
             )
         return await self._ucxx.connect(remote.ucxx, peer, counters)
 

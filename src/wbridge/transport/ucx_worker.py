@@ -1,7 +1,7 @@
 """UcxWorker: one UCX worker driven by the event loop, without a thread and without polling.
 
 The worker's descriptor wakes the loop, which progresses the worker until it can be armed again.
-Measured here: 75 us for a message one way and no wake-up when idle, against 370 us and 1.5 % of a
+Measured with the raw bindings: 75 us for a message one way and no wake-up when idle, against 370 us and 1.5 % of a
 core with the package's progress thread and Python futures.
 """
 
@@ -42,7 +42,7 @@ def load_ucxx() -> tuple[Any, Any]:
         from ucxx._lib import arr, libucxx
     except ImportError as exc:
         raise NativeUnavailable(
-            "transport ucxx needs the ucxx package: `pip install wbridge[cu12]` (or [cu13]); "
+            "transport ucxx needs the ucxx package: `pip install -e '.[cu12]'` (or '.[cu13]') in the clone; "
             "inside one process, transport='loopback' does without"
         ) from exc
     del ucxx
@@ -56,9 +56,9 @@ class Transfer:
         self, request: UCXRequest, memory: object, then: Callable[[Transfer], None], receive_tag: int
     ) -> None:
         self.request = request
-        self.memory = memory
+        self.memory: object = memory
         self.receive_tag = receive_tag
-        self.stopped = anyio.Event()
+        self.stopped: anyio.Event = anyio.Event()
         self.error: Exception | None = None
         self._then = then
 
