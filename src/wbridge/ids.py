@@ -28,7 +28,8 @@ class WorkerId(msgspec.Struct, frozen=True, order=True):
             0 <= c < n for c, n in zip(self.coordinate, self.mesh_shape, strict=False)
         ):
             raise ConfigError(
-                f"{self.role} {self.group!r}: coordinate {self.coordinate} is not inside mesh {self.mesh_shape}"
+                f"{self.role} {self.group!r}: coordinate {self.coordinate} is not inside mesh"
+                f" {self.mesh_shape}"
             )
 
     @property
@@ -52,7 +53,7 @@ class WorkerId(msgspec.Struct, frozen=True, order=True):
 
 
 class Epoch(msgspec.Struct, frozen=True):
-    """One membership: `counter` numbers memberships inside one coordinator's `incarnation` (64 random bits)."""
+    """One membership: `counter` numbers them inside one coordinator's `incarnation`, 64 random bits."""
 
     incarnation: int
     counter: int

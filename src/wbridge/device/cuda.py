@@ -26,8 +26,8 @@ class CudaDevice:
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise NativeUnavailable(
-                "parameters on cuda need a visible GPU and a torch built with CUDA, which PyTorch's install page "
-                "names; or keep the parameters on the CPU"
+                "parameters on cuda need a visible GPU and a torch built with CUDA: see PyTorch's install "
+                "page, or keep the parameters on the CPU"
             )
         self._index = torch.cuda.current_device() if index is None else index
         if not 0 <= self._index < torch.cuda.device_count():
