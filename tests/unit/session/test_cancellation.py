@@ -19,7 +19,7 @@ ONE = {"engine-0": 1}
 
 
 @pytest.mark.parametrize("mode", ["sync", "receiver_overlap"])
-async def test_a_send_cancelled_before_all_ranks_called_is_withdrawn_for_all(mode: str, tmp_path: Path) -> None:
+async def test_a_send_cancelled_before_all_ranks_called_is_withdrawn(mode: str, tmp_path: Path) -> None:
     async with running(tmp_path, mode, engines=ONE) as job:
         with anyio.move_on_after(0.02) as scope:
             await job.senders[0].send_weights(1)

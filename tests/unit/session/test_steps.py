@@ -71,7 +71,8 @@ async def test_hooks_run_around_the_write(mode: str, kind: type[Recorder], tmp_p
 
 async def test_a_refusal_releases_the_whole_engine_on_its_old_version(tmp_path: Path) -> None:
     hooks = {0: Recorder(), 1: Recorder()}
-    async with running(tmp_path, "async", engines={"engine-0": 2}, hooks=hooks) as job:
+    engines = {"engine-0": 2}
+    async with running(tmp_path, "async", engines=engines, hooks=hooks, hold_timeout_s=0.2) as job:
         await job.update(1)
         hooks[1].fail_before = RuntimeError("cache is busy")
         await (await job.send(2))[0].landed()

@@ -183,8 +183,7 @@ async def test_c22_empty_shards_and_scalars_travel(tmp_path: Path) -> None:
             shards[rank].fill_(rank + 1.0)
         for scalar in scalars:
             scalar.fill_(9.0)
-        await gather(
-            *[lambda x=x: x.send_weights(1) for x in senders], lambda: receiver.poll_requests(wait_s=PATIENCE_S)
-        )
+        sends = [lambda x=x: x.send_weights(1) for x in senders]
+        await gather(*sends, lambda: receiver.poll_requests(wait_s=PATIENCE_S))
         assert w.tolist() == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
         assert float(s) == 9.0
