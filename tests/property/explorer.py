@@ -9,10 +9,11 @@ state from which no path without environment steps leads to a good end: a deadlo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import pytest
 
 
 class World(Protocol):
@@ -127,14 +128,27 @@ def digest(x: Any) -> int:
     return hash((kind.__name__, *[digest(value) for value in x.__dict__.values()]))
 
 
-def walk(world: Any, choices: Iterator[int], length: int) -> Any:
-    """Take `length` steps, each picked by the next of `choices`; the world is changed. For long random runs."""
-    for _ in range(length):
-        steps = list(world.steps())
+def walk(world: Any, choose: Callable[[int], int], *, num_steps: int, patience: int = 20_000) -> None:
+    """Take random steps, then random ones without environment steps until a good end; for jobs too large
+    to explore. `choose(n)` picks one of n."""
+    for taken in range(num_steps + patience):
+        if taken >= num_steps and world.good_end():
+            return
+        every = list(world.steps())
+        own = [step for step in every if not step[0].startswith("~")]
+        steps = every if taken < num_steps and (not own or not choose(30)) else own  # faults are rare
         if not steps:
-            break
-        label, method, *arguments = steps[next(choices) % len(steps)]
+            assert world.good_end(), "nothing can happen any more"
+            return
+        label, method, *arguments = steps[choose(len(steps))]
         getattr(world, method)(*arguments)
         why = world.bad()
-        assert not why, f"{why} after {label}"
-    return world
+        assert not why, f"{why}, after {label}"
+    raise AssertionError(f"no good end in {patience} steps; what can happen: {[step[0] for step in steps]}")
+
+
+def case(*parts: Any, slow: bool = False, **options: Any) -> Any:
+    """A row of `parametrize`: `parts`, then the options of a world as a dict; its name says them all."""
+    name = ", ".join([*map(str, parts), *(f"{key}={value}" for key, value in options.items())])
+    marks = [pytest.mark.slow, pytest.mark.timeout(600)] if slow else []
+    return pytest.param(*parts, options, id=name, marks=marks)

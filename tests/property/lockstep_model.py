@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tests.property.stepping import Worker, can_finish
 from wbridge.flow.actions import (
     Apply,
     EngineBroken,
@@ -59,20 +60,6 @@ EVENTS = {
 }
 
 
-class Worker:
-    def __init__(self, follower: type[Follower]) -> None:
-        self.follower = follower()
-        self.phase = "between"  # between, stepping, polled (counted), handed (to the loop), waiting, gone
-        self.version = 0
-        self.outcome = ""  # of a poll that failed: clean, tainted; or dead
-        self.timer = 0
-        self.hook = 0
-        self.apply: Apply | None = None
-        self.cancelled = False
-        self.bytes = False  # direct: the granted bytes are here
-        self.void = False  # direct: they will not come
-
-
 class LockstepWorld:
     def __init__(
         self,
@@ -96,7 +83,13 @@ class LockstepWorld:
         self.slow_hooks = refusals > 0
         self.slow_apply = slow_apply or direct or deaths > 0
         self.leader_dies = leader_dies
-        self.budget = dict(timeout=timeouts, refusal=refusals, cancel=cancels, death=deaths, abort=aborts)
+        self.budget = {
+            "timeout": timeouts,
+            "refusal": refusals,
+            "cancel": cancels,
+            "death": deaths,
+            "abort": aborts,
+        }
         self.workers = [Worker(follower) for _ in range(num_workers)]
         self.down: list[list[Any]] = [[] for _ in self.workers]
         self.up: list[list[Any]] = [[] for _ in self.workers]
@@ -143,7 +136,7 @@ class LockstepWorld:
         step = worker.follower.counter + 1
         if worker.phase == "between":
             yield f"worker {i}: begins step {step} (v{worker.version})", "enter", i
-        elif worker.phase == "stepping" and self.can_finish(i):
+        elif worker.phase == "stepping" and can_finish(self.workers, self.depends, i):
             yield f"worker {i}: ends step {step}, counts poll {step}", "count", i
         elif worker.phase == "polled":
             yield f"worker {i}: reads flag {worker.follower.flag}", "read_flag", i
@@ -172,18 +165,6 @@ class LockstepWorld:
                 for chosen in range(2 ** len(others)):
                     lost = tuple(j for k, j in enumerate(others) if chosen >> k & 1)
                     yield f"~worker 0, the leader, dies; its last message to {lost} is lost", "die", 0, lost
-
-    def can_finish(self, i: int) -> bool:
-        step = self.workers[i].follower.counter + 1
-        if any(worker.outcome for worker in self.workers):
-            return True  # a step whose peer is gone fails, and ends
-        counters = [worker.follower.counter for worker in self.workers]
-        if self.depends == "tp":
-            begun = [w.follower.counter + (w.phase == "stepping") for w in self.workers]
-            return min(begun) >= step
-        if self.depends == "pp":
-            return counters[i - 1] >= step if i else counters[-1] >= step - 2
-        return step - min(counters) <= 2
 
     # Workers ------------------------------------------------------------------------------------------
 

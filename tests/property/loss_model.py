@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.property.lockstep_model import FOLLOW, LockstepWorld
+from tests.property.stepping import can_finish
 from wbridge.flow.messages import Announced, Finished, Landed, OfferRefused, Serve, WithdrawOffer
 
 LOST = "coordinator lost"
@@ -59,16 +60,15 @@ class LossWorld(LockstepWorld):
             yield "coordinator: refuses", "refuse_offer"
 
     def worker_steps(self, i: int, worker: Any) -> Iterator[tuple[Any, ...]]:
-        if worker.phase == "between" and self.can_finish(i):
+        if worker.phase == "between" and can_finish(self.workers, self.depends, i):
             yield f"worker {i}: a step and a poll", "step_and_poll", i
+        moving = self.trainer == "has" and self.trainer_incarnation == self.incarnation
         for step in super().worker_steps(i, worker):
-            moving = self.trainer == "has" and self.trainer_incarnation == self.incarnation
             if step[1] != "enter" and (step[1] != "arrive" or moving):
                 yield step
         grant = self.leader._grant
-        if i == 0 and not self.direct and grant is not None and not self.leader._landed:
-            if self.trainer == "has" and self.trainer_incarnation == self.incarnation:
-                yield "the bytes land", "land_all"
+        if i == 0 and moving and not self.direct and grant is not None and not self.leader._landed:
+            yield "the bytes land", "land_all"
 
     def step_and_poll(self, i: int) -> None:
         """In one go; the moments inside are the lockstep model's matter."""

@@ -1,7 +1,7 @@
-"""A job for the explorer: writers A and B with the product's `Outgoing`, one receiver with its `ReceiverRing`.
+"""A job for the explorer: writers A and B, each an `Outgoing`, and one receiver, a `ReceiverRing`.
 
 Puts are raw: they land in a slot's memory whoever owns it by then; the notification comes later. Credits,
-control, puts, notifications and stop messages travel on channels of their own, FIFO each, unordered among them.
+control, puts, notifications and stop messages have channels of their own, FIFO each, unordered among them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class RingWorld:
         moves: int = 0,
         deaths: int = 0,
         fences: int = 0,
+        epochs: int = 0,
         absent: str = "",
         ring: type[ReceiverRing] = ReceiverRing,
         outgoing: type[Outgoing] = Outgoing,
@@ -61,7 +62,7 @@ class RingWorld:
         self.granted: dict[int, list[Incoming]] = {}
         self.absent = absent  # a writer that has no part in ticket 1
         self.moves = moves
-        self.budget = {"abort": aborts, "move": moves, "death": deaths, "fence": fences}
+        self.budget = {"abort": aborts, "move": moves, "death": deaths, "fence": fences, "epoch": epochs}
         self.ring = ring(num_slots)
         self.writers = {name: Writer(outgoing) for name in "AB"}
         self.control: list[tuple[str, int]] = []
@@ -69,6 +70,7 @@ class RingWorld:
         self.generation = [0] * num_slots  # new memory after a fence
         self.ready: dict[int, tuple[int, int]] = {}  # slot -> (ticket, group)
         self.takes_back: dict[int, int] = {}  # slot -> ticket
+        self.unproven: set[tuple[int, str]] = set()  # (slot, writer) of a former epoch
         self.drained: dict[int, int] = {1: 0, 2: 0}
         self.open = 0
         self.aborted = 0
@@ -97,6 +99,11 @@ class RingWorld:
         if self.budget["fence"]:
             for slot, ticket in sorted(self.takes_back.items()):
                 yield f"~R: fence_timeout_s of slot {slot}", "fence", slot, ticket
+        if self.budget["epoch"]:
+            yield "~a new epoch", "new_epoch"
+        for slot, name in sorted(self.unproven):
+            if not any(put[3] == slot and put[0] < 0 for put in self.writers[name].flying):
+                yield f"R: transport proves that {name} leaves slot {slot}", "prove", slot, name
         for name, writer in self.writers.items():
             if writer.notes:
                 yield f"R: {writer.notes[0]} of {name}", "hear_note", name
@@ -122,6 +129,22 @@ class RingWorld:
             out.add(self.absent)
         self.granted[ticket] = [Incoming(tuple(w for w in g.writers if w not in out)) for g in self.plan]
         self.say("grant", ticket)
+
+    def new_epoch(self) -> None:
+        """Tickets are numbered from 1 again; frames of the old epoch are dropped, its puts still land."""
+        self.budget["epoch"] -= 1
+        for writer in self.writers.values():
+            flying = [(put[0] - 100, *put[1:]) for put in writer.flying]
+            writer.__dict__.update(Writer(type(writer.outgoing)).__dict__)
+            writer.flying = flying
+        self.control, self.ready, self.takes_back = [], {}, {}
+        self.drained, self.aborted = {1: 0, 2: 0}, 0
+        self.receive(self.ring.renew())
+        self.grant(1)
+
+    def prove(self, slot: int, name: str) -> None:
+        self.unproven.remove((slot, name))
+        self.receive(self.ring.taken_back(slot, 0, name))
 
     def say(self, word: str, ticket: int) -> None:
         self.control.append((word, ticket))
@@ -192,6 +215,8 @@ class RingWorld:
                 self.ready[action.slot] = (action.ticket, action.group)
             elif isinstance(action, TakeBack):
                 self.takes_back[action.slot] = action.ticket
+                if not action.ticket:
+                    self.unproven |= {(action.slot, writer) for writer in action.writers}
             elif isinstance(action, ReplaceSlot):
                 self.generation[action.slot] += 1
                 self.receive(self.ring.replaced(action.slot))
@@ -233,13 +258,14 @@ class RingWorld:
         generation, slot = divmod(slot, 100)
         if generation == self.generation[slot]:
             held = self.ring._slots[slot]
-            if held.state == "free" or (held.ticket, held.group) != (ticket, group):
+            safe = held.state == "quarantined" if ticket < 0 else held.state != "free"
+            if not safe or (ticket > 0 and (held.ticket, held.group) != (ticket, group)):
                 self.fault = (
                     f"late write: piece {piece} of group {group} of ticket {ticket} lands in slot {slot}, "
                     f"which is {held.state} for group {held.group} of ticket {held.ticket}"
                 )
             self.memory[slot].add((ticket, group, piece))
-        if not self.writers[name].dead:
+        if not self.writers[name].dead and ticket > 0:
             self.writers[name].notes.append(Arrived(ticket, group, piece))
 
     def flushed(self, name: str) -> None:
@@ -279,6 +305,13 @@ class RingWorld:
     # Judgement -----------------------------------------------------------------------------------------
 
     def bad(self) -> str:
+        users: dict[int, set[tuple[int, int]]] = {}
+        for writer in self.writers.values():
+            for ticket, group, _, slot in writer.flying:
+                users.setdefault(slot, set()).add((ticket, group))
+        for slot, keys in users.items():
+            if len(keys) > 1:
+                return f"slot {slot} is being written for {sorted(keys)}"
         return self.fault
 
     def good_end(self) -> bool:

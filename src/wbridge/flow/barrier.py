@@ -12,7 +12,7 @@ class Barrier(Generic[Key]):
     """A set, not a counter: a second arrival of one key changes nothing."""
 
     def __init__(self, missing: Iterable[Key]) -> None:
-        self.missing = set(missing)
+        self.missing: set[Key] = set(missing)
 
     def arrive(self, key: Key) -> bool:
         """Return whether this arrival was awaited."""

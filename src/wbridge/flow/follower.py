@@ -45,9 +45,9 @@ class Follower:
     """Answers the leader's holds. It lasts as long as the engine, over all epochs."""
 
     def __init__(self) -> None:
-        self.counter = 0
+        self.counter: int = 0
         """Polls begun so far: the index of the newest one. The caller's thread alone counts it up."""
-        self.flag = False
+        self.flag: bool = False
         """A poll has something to do. Set and cleared in the loop thread alone."""
         self._hold = 0
         self._promised = 0

@@ -21,9 +21,9 @@ class TicketRecord:
 
     def __init__(self, number: int, report: Report, timer: int) -> None:
         self.number = number
-        self.call = report.call
-        self.version = report.version
-        self.metadata = report.metadata
+        self.call: int = report.call
+        self.version: int = report.version
+        self.metadata: bytes = report.metadata
         self.timer = timer  # the ticket whose patience this one shares
         self.started = False  # the first serving set was formed: later offers are served at once
         self.closed = False  # no further grants

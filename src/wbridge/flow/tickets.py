@@ -66,7 +66,7 @@ class Tickets:
         self._offers_are_parked = offers_are_parked
         self._tickets: dict[int, TicketRecord] = {}  # those not over yet, oldest first
         self._ended = ""
-        self.next_ticket = first_ticket
+        self.next_ticket: int = first_ticket
 
     @property
     def quiet(self) -> bool:

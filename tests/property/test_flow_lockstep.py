@@ -1,0 +1,157 @@
+"""All interleavings of small jobs of one engine, run on the product's own state machines.
+
+The models pass as they are, and fail when one rule of the protocol is switched off: a model that can not
+fail shows nothing. `B1` to `B4` are the rules of the lockstep, `E1` to `E3` those of losing the coordinator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.property.explorer import case, explore
+from tests.property.lockstep_model import LockstepWorld
+from tests.property.loss_model import LossWorld
+from wbridge.flow.actions import LeaderAction, Separated, ToLeader, ToWorkers, Unpark
+from wbridge.flow.follower import Follower
+from wbridge.flow.leader import Leader
+from wbridge.flow.messages import Promise, TicketAborted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *[case(depends=d) for d in ("tp", "pp", "free")],
+        *[case(depends=d, direct=True) for d in ("tp", "pp", "free")],
+        *[case(depends=d, deaths=1) for d in ("tp", "pp")],
+        *[case(depends=d, deaths=1, leader_dies=True) for d in ("tp", "pp")],
+        *[case(depends=d, direct=True, aborts=1) for d in ("tp", "pp", "free")],
+        case(depends="tp", timeouts=1),
+        *[case(depends=d, slow=True, cancels=1, refusals=1) for d in ("tp", "pp", "free")],
+        *[case(depends=d, slow=True, timeouts=1) for d in ("pp", "free")],
+        *[case(depends=d, slow=True, aborts=1, slow_apply=True) for d in ("tp", "pp")],
+        *[case(depends=d, slow=True, direct=True, cancels=1) for d in ("tp", "pp", "free")],
+        *[case(depends="free", slow=True, deaths=1, leader_dies=who) for who in (False, True)],
+        case(depends="tp", slow=True, num_workers=3),
+        case(depends="tp", slow=True, num_workers=3, deaths=1, leader_dies=True),
+        case(depends="tp", slow=True, num_tickets=2, timeouts=1),
+    ],
+)
+def test_lockstep(options: dict[str, Any]) -> None:
+    found = explore(LockstepWorld(**options))
+    assert not found.verdict, str(found)
+
+
+class ReportsWhenParked(Follower):
+    """B1 off: the index is told when the poll stands, not promised at once."""
+
+    def _held(self, hold: int) -> list[Any]:
+        return [action for action in super()._held(hold) if not isinstance(action, ToLeader)]
+
+    def _park(self) -> list[Any]:
+        told = [] if self._meet is not None else [ToLeader(Promise(self._hold, self.counter))]
+        return [*super()._park(), *told]
+
+
+class OneHoldId(Leader):
+    """B2 off: every hold has the same id."""
+
+    _hold: Any = property(lambda self: 1, lambda self, value: None)
+
+
+class CancelledLeaves(Follower):
+    """B3 off: a cancelled poll does not wait for the answer."""
+
+    def cancelled(self) -> list[Any]:
+        out = super().cancelled()
+        if out and not isinstance(out[0], Unpark):
+            self._forget_hold()
+            out.append(Unpark())
+        return out
+
+
+class NeverInDoubt(Follower):
+    """B4 off: a lost leader leaves every worker clean."""
+
+    def _fail(self, fails: Any) -> list[Any]:
+        return super()._fail(type(fails)(fails.reason))
+
+
+class AbortsCommitted(Leader):
+    """An abort reaches the workers although a commit has been sent: the engine does not decide as one."""
+
+    def _abort_grant(self, message: TicketAborted, out: list[Any]) -> None:
+        if self._phase == "committed":
+            out.append(ToWorkers(message))
+        else:
+            super()._abort_grant(message, out)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "options"),
+    [
+        case("stuck", depends="tp", follower=ReportsWhenParked),
+        case("stuck", depends="pp", follower=ReportsWhenParked),
+        case("", depends="tp", timeouts=1, leader=OneHoldId),
+        case("", depends="tp", cancels=1, follower=CancelledLeaves),
+        case("clean", depends="tp", deaths=1, leader_dies=True, follower=NeverInDoubt),
+        case("after its commit", depends="tp", aborts=1, slow_apply=True, leader=AbortsCommitted),
+    ],
+)
+def test_lockstep_without_a_rule(verdict: str, options: dict[str, Any]) -> None:
+    found = explore(LockstepWorld(**options))
+    assert found.verdict and verdict in found.verdict, str(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        case(depends="pp", direct=True, restart=False),
+        case(depends="pp", direct=False, restart=False),
+        case(depends="pp", slow=True, direct=True, restart=True),
+        case(depends="pp", slow=True, direct=False, restart=True),
+    ],
+)
+def test_loss_of_the_coordinator(options: dict[str, Any]) -> None:
+    found = explore(LossWorld(**options))
+    assert not found.verdict, str(found)
+
+
+class ChangesInMidCommit(Leader):
+    """E1 off: the new incarnation is accepted whatever is under way."""
+
+    def leave(self) -> list[LeaderAction]:
+        self._phase = "idle"
+        self._forget_membership()
+        return [Separated()]
+
+
+class KeepsTicketOrder(Leader):
+    """E2 off: the tickets of a new incarnation are measured by those of the old."""
+
+    def _forget_membership(self) -> None:
+        answered = self.__dict__.get("_answered", 0)
+        super()._forget_membership()
+        self._answered = answered
+
+
+class StaysParked(Leader):
+    """E3 off: the loss of the coordinator changes nothing."""
+
+    def coordinator_lost(self) -> list[LeaderAction]:
+        self._connected = False
+        return []
+
+
+@pytest.mark.parametrize(
+    ("broken", "options"),
+    [
+        case(ChangesInMidCommit, direct=True, restart=True, slow=True),
+        case(KeepsTicketOrder, direct=True, restart=True, slow=True),
+        case(StaysParked, direct=True, restart=False),
+    ],
+)
+def test_loss_without_a_rule(broken: type[Leader], options: dict[str, Any]) -> None:
+    found = explore(LossWorld(depends="pp", leader=broken, **options))
+    assert found.verdict, str(found)
