@@ -91,6 +91,7 @@ class Trainer(threading.Thread):
 
 async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: int) -> dict[str, Any]:
     from vllm import SamplingParams
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -155,7 +156,14 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
         spans = [await bridge.request_versions(f"long-{k}") for k in range(3)]
         second = await generate("second", NUM_TOKENS)
         polling.cancel()
+        trainer.go.release()
+        await engine.start_weight_update()  # vLLM's own cycle takes versions as well
+        await engine.update_weights(WeightTransferUpdateRequest(update_info={"wait_s": 30.0}))
+        await engine.finish_weight_update(weight_version="three")
+        third = await generate("third", NUM_TOKENS)
         return {
+            "third": third,
+            "third_spans": await bridge.request_versions("third"),
             "first": first,
             "second": second,
             "long": [len(tokens) for tokens in long],
@@ -172,7 +180,7 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
 
 def main(directory: Path, architecture: str, raw: str, mode: str, size: str) -> dict[str, Any]:
     config = save_config(directory / "model", architecture)
-    models = [build_policy(config, seed) for seed in range(3)]
+    models = [build_policy(config, seed) for seed in range(4)]
     wanted = [greedy(model) for model in models]
     trainer = Trainer(models, f"file://{directory}/rendezvous", {"mode": mode})
     trainer.start()
