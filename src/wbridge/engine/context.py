@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import anyio
 import msgspec
 
 from wbridge.config import Config
@@ -33,3 +34,11 @@ class SenderContext(WorkerContext, frozen=True):
 
 class ReceiverContext(WorkerContext, frozen=True):
     staging: ReceiverStaging
+
+
+async def close_endpoints(context: WorkerContext) -> None:
+    """Close them all at once, since each may take its time. Not to be cancelled."""
+    with anyio.CancelScope(shield=True):
+        async with anyio.create_task_group() as tasks:
+            for endpoint in context.endpoints.values():
+                tasks.start_soon(endpoint.aclose)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import anyio
 import anyio.abc
 
-from wbridge.control.connection import Connection, connect_tcp, serve_tcp
+from wbridge.control.connection import HANDSHAKE_S, Connection, connect_tcp, serve_tcp
 from wbridge.control.lease import LeasedConnection
 from wbridge.control.messages import Follow, Introduce, Keyed
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, WBridgeError
@@ -52,16 +52,24 @@ class EngineLink:
         return address
 
     async def join(self, tasks: anyio.abc.TaskGroup, address: str, epoch: Epoch) -> None:
-        """Follower: connect to the leader, in `tasks`. Does nothing if connected already."""
+        """Follower: connect to the leader, in `tasks`. Does nothing if connected already.
+
+        Cancelled: connects all the same, since breaking off would be the loss of a worker to the leader.
+
+        Raises:
+            PeerLost: the leader does not answer.
+        """
         if 0 in self._peers:
             return
-        connection = await connect_tcp(address, secret=self._secret)
-        await connection.send(Introduce(self._worker, epoch))
-        lease = self._adopt(0, connection)
-        tasks.start_soon(self._attend, 0, lease)
+        with anyio.move_on_after(HANDSHAKE_S, shield=True):
+            connection = await connect_tcp(address, secret=self._secret)
+            await connection.send(Introduce(self._worker, epoch))
+            tasks.start_soon(self._attend, 0, self._adopt(0, connection))
+            return
+        raise PeerLost(f"{self._worker}: the leader of this engine does not answer at {address}")
 
     async def wait_complete(self) -> None:
-        """Leader: return when every worker of the engine has connected."""
+        """Leader: return when every worker of the engine has connected, or one was lost."""
         await self._all_here.wait()
 
     def post(self, rank: int, frame: Frame) -> None:
@@ -104,5 +112,6 @@ class EngineLink:
                     if isinstance(message, Keyed | Follow):
                         self._deliver(rank, message)
             except WBridgeError as exc:
+                self._all_here.set()
                 self._lost(rank, str(exc))
             tasks.cancel_scope.cancel()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 from collections import deque
 from collections.abc import Callable
 from typing import Literal, Protocol
@@ -77,6 +75,10 @@ class Worker(Protocol):
         """Start to apply; `Lockstep.written` or `Lockstep.not_applied` is due when it has ended."""
         ...
 
+    def engine_broken(self, reason: str) -> None:
+        """Wait for no more bytes: nobody says any more what becomes of a grant."""
+        ...
+
     def to_coordinator(self, message: FlowMessage) -> None: ...
 
 
@@ -91,7 +93,7 @@ class Lockstep:
         self._worker = worker
         self._num_workers = worker_id.group_size
         self._epoch: Epoch | None = None
-        self.follower = Follower()
+        self.follower: Follower = Follower()
         self._leader: Leader | None = None
         if worker_id.is_leader:
             self._leader = Leader(
@@ -108,9 +110,11 @@ class Lockstep:
         # all performed before it gets the next event.
         self._own: deque[Callable[[], None]] = deque()
         self._draining = False
-        self._instructions, self._inbox = anyio.create_memory_object_stream[Instruction](math.inf)
-        self._separated = anyio.Event()
-        self._follows: dict[Epoch, anyio.Event] = {}
+        self._instructions: deque[Instruction] = deque()
+        self._changed = anyio.Event()
+        self._is_separated = False
+        self._follow: Epoch | None = None
+        self._broken = ""
 
     # Life ----------------------------------------------------------------------------------------------
 
@@ -122,29 +126,53 @@ class Lockstep:
         return await self._link.listen(tasks, host)
 
     async def enter(self, epoch: Epoch, leader_address: str) -> None:
-        """Go into an epoch as one engine: nothing of the old one is under way afterwards."""
+        """Go into an epoch as one engine: nothing of the old one is under way afterwards.
+
+        Cancelled: as if not called. The next call may be for another epoch.
+
+        Raises:
+            EndpointClosed: a worker of this engine is lost, and the engine with it.
+            PeerLost: the leader does not answer at its address.
+        """
         assert self._tasks is not None
         if self._leader is not None:
             await self._link.wait_complete()
+            self._check_whole()
             if self._epoch is not None:
-                self._separated = anyio.Event()
+                self._is_separated = False
                 self._from_leader(self._leader.leave())
-                await self._separated.wait()
+                await self._until(lambda: self._is_separated)
             for rank in range(1, self._num_workers):
                 self._link.post(rank, Follow(epoch))
         else:
             await self._link.join(self._tasks, leader_address, epoch)
-            await self._follows.setdefault(epoch, anyio.Event()).wait()
-            del self._follows[epoch]
+            await self._until(lambda: self._follow == epoch)
         self._epoch = epoch
 
-    def close(self) -> None:
-        """End the connections inside the engine. A poll that is parked now raises."""
+    def close(self, reason: str) -> None:
+        """End the connections inside the engine. A poll that is parked now, and each later one, fails."""
         self._link.close()
-        self._from_follower(self.follower.leader_lost("this adapter was closed"))
-        self._instructions.close()
-        self._inbox.close()
-        self._inbox.close()
+        self._break(reason)
+
+    def _break(self, reason: str) -> None:
+        """This worker belongs to no engine any more."""
+        self._broken = self._broken or reason
+        self._from_follower(self.follower.leader_lost(reason))
+        self._worker.engine_broken(reason)
+        self._note_change()
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise EndpointClosed(f"{self._broken}; close this adapter and connect the whole engine again")
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._check_whole()
+            await self._changed.wait()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
     # The caller's poll ---------------------------------------------------------------------------------
 
@@ -174,14 +202,13 @@ class Lockstep:
         return await self._next()
 
     def _instruct(self, instruction: Instruction) -> None:
-        with contextlib.suppress(anyio.ClosedResourceError):  # `_next` raises
-            self._instructions.send_nowait(instruction)
+        self._instructions.append(instruction)
+        self._note_change()
 
     async def _next(self) -> Instruction:
-        try:
-            return await self._inbox.receive()
-        except (anyio.ClosedResourceError, anyio.EndOfStream) as exc:
-            raise EndpointClosed("this adapter was closed") from exc
+        while not self._instructions:
+            await self._changed.wait()
+        return self._instructions.popleft()
 
     # The worker's apply --------------------------------------------------------------------------------
 
@@ -215,17 +242,29 @@ class Lockstep:
         """The ring has landed a ticket, or is vacant."""
         self._from_follower([action])
 
+    def give_up(self, ticket: int, reason: str) -> None:
+        """This worker cannot land its grant. The leader ends it as if the coordinator had aborted it."""
+        aborted = TicketAborted(ticket, (), reason)
+        if self._leader is None:
+            self._post(0, aborted)
+        else:
+            self._later(self._to_leader, 0, aborted)
+            self._run_own()
+
     def _lost(self, rank: int, reason: str) -> None:
         if self._leader is not None:
             self._from_leader(self._leader.worker_lost(rank, reason))
         else:
-            self._from_follower(self.follower.leader_lost(f"the leader of this engine is lost: {reason}"))
+            self._break(f"the leader of this engine is lost: {reason}")
 
     # Messages inside the engine ------------------------------------------------------------------------
 
     def _delivered(self, rank: int, frame: Frame) -> None:
         if isinstance(frame, Follow):
-            self._follows.setdefault(frame.epoch, anyio.Event()).set()
+            self._follow = frame.epoch
+            self._note_change()
+        elif frame.epoch != self._epoch:
+            return  # of the membership before
         elif self._leader is not None:
             self._to_leader(rank, frame.message)
         else:
@@ -249,6 +288,8 @@ class Lockstep:
                 self._from_leader(leader.landed(rank, message))
             case Vacant():
                 self._from_leader(leader.vacant(rank, message))
+            case TicketAborted():
+                self._from_leader(leader.ticket_aborted(message))
 
     def _to_worker(self, message: FlowMessage) -> None:
         match message:
@@ -272,12 +313,12 @@ class Lockstep:
                 case ToCoordinator(message):
                     self._worker.to_coordinator(message)
                 case StartGrantTimer(ticket):
-                    self._tasks.start_soon(self._time_grant, ticket)
+                    self._tasks.start_soon(self._time_grant, ticket, self._epoch)
                 case EngineBroken(reason):
-                    self._link.close()
-                    self._from_follower(self.follower.leader_lost(reason))
+                    self._later(self.close, reason)  # behind the release, here and at the others
                 case Separated():
-                    self._separated.set()
+                    self._is_separated = True
+                    self._note_change()
         self._run_own()
 
     def _from_follower(self, actions: list[FollowerAction]) -> None:
@@ -289,7 +330,9 @@ class Lockstep:
                 case ToLeader(message):
                     self._post(0, message)
                 case StartHoldTimer(hold):
-                    self._tasks.start_soon(self._time_hold, hold)
+                    self._hold_timer.cancel()
+                    self._hold_timer = anyio.CancelScope()
+                    self._tasks.start_soon(self._time_hold, hold, self._hold_timer)
                 case Apply():
                     self._worker.apply(action)
                 case RunBeforeApply():
@@ -316,14 +359,13 @@ class Lockstep:
         finally:
             self._draining = False
 
-    async def _time_hold(self, hold: int) -> None:
-        with anyio.CancelScope() as self._hold_timer:
-            with anyio.move_on_after(self._config.hold_timeout_s):
-                await anyio.sleep_forever()
+    async def _time_hold(self, hold: int, timer: anyio.CancelScope) -> None:
+        with timer:
+            await anyio.sleep(self._config.hold_timeout_s)
             self._from_follower(self.follower.hold_timed_out(hold))
 
-    async def _time_grant(self, ticket: int) -> None:
-        with anyio.move_on_after(self._config.coordinator_timeout_s):
-            await anyio.sleep_forever()
+    async def _time_grant(self, ticket: int, epoch: Epoch | None) -> None:
+        await anyio.sleep(self._config.coordinator_timeout_s)
         assert self._leader is not None
-        self._from_leader(self._leader.grant_timed_out(ticket))
+        if epoch == self._epoch:
+            self._from_leader(self._leader.grant_timed_out(ticket))

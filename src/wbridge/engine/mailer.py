@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import msgspec
 
 from wbridge.engine.context import SenderContext
@@ -50,6 +51,9 @@ class Mailer:
         self._sums = endpoint.peer in context.checksums
         self._running: dict[Order, anyio.CancelScope] = {}
         self._scope = anyio.CancelScope()
+        self._is_ending = False
+        self._flushes: set[anyio.CancelScope] = set()
+        self._closing = anyio.Lock()
         # Unbounded streams, bounded by what may be in them: one order for each credit that was given,
         # a few messages for each ticket.
         self._orders, self._order_inbox = anyio.create_memory_object_stream[Order](math.inf)
@@ -77,6 +81,7 @@ class Mailer:
         try:
             with self._scope:
                 async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._watch_end)
                     tasks.start_soon(self._follow_up_all)
                     async for order in self._order_inbox:
                         tasks.start_soon(self._put, order)
@@ -86,33 +91,60 @@ class Mailer:
             for stream in (self._orders, self._order_inbox, self._notes, self._note_inbox):
                 stream.close()
             with anyio.CancelScope(shield=True):
-                await self._endpoint.aclose()
+                await self._close()
         self._lost(self._endpoint.peer)
 
     async def _put(self, order: Order) -> None:
-        with self._running[order] as scope:
+        with self._running[order]:
             await self._gather_and_put(order)
         del self._running[order]
-        if scope.cancelled_caught:
-            await self._endpoint.flush()
         self._put_ended(self._endpoint.peer, order)
 
     async def _gather_and_put(self, order: Order) -> None:
         staging, piece, credit = self._context.staging, order.piece, order.credit
         slot = await staging.acquire()
         try:
-            await order.source.gather(piece, slot).wait()
-            view = slot.view(piece.nbytes)
-            total = checksum(view) if self._sums else 0
-            arrived = Arrived(credit.ticket, credit.group, credit.piece, total)
-            remote = RemoteSlot(credit.token, credit.nbytes)
-            await self._endpoint.put(view, remote, encode(self._context.epoch, arrived))
-        except BaseException:  # whatever it is, the transport must have stopped; raised again
-            with anyio.CancelScope(shield=True):
-                await self._endpoint.flush()  # until then the transport may read the slot
-            raise
+            gathered = order.source.gather(piece, slot)
+            try:
+                await gathered.wait()
+                view = slot.view(piece.nbytes)
+                total = await anyio.to_thread.run_sync(checksum, view) if self._sums else 0
+                arrived = Arrived(credit.ticket, credit.group, credit.piece, total)
+                remote = RemoteSlot(credit.token, credit.nbytes)
+                await self._endpoint.put(view, remote, encode(self._context.epoch, arrived))
+            except BaseException:  # whatever it is, both copies must have stopped; raised again
+                with anyio.CancelScope(shield=True):
+                    await gathered.wait()  # reads the weights
+                    await self._settle()  # reads the slot
+                raise
         finally:
             staging.release(slot)
+
+    async def _settle(self) -> None:
+        """Return when no put of this mailer touches memory any more; to be shielded.
+
+        A flush waits for the receiver. Closing takes bounded time, but ends the mailer.
+        """
+        with anyio.CancelScope() as flush:
+            self._flushes.add(flush)
+            if not self._is_ending:
+                await self._endpoint.flush()
+        self._flushes.discard(flush)
+        if self._is_ending:
+            await self._close()
+
+    async def _close(self) -> None:
+        async with self._closing:  # the second one also returns when it has closed
+            await self._endpoint.aclose()
+
+    async def _watch_end(self) -> None:
+        """From the end of the mailer on, nothing waits for the receiver."""
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self._is_ending = True
+            for flush in self._flushes:
+                flush.cancel()
 
     async def _follow_up_all(self) -> None:
         async for note in self._note_inbox:

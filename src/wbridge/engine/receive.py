@@ -9,7 +9,7 @@ import anyio
 import anyio.abc
 
 from wbridge.device.base import Event
-from wbridge.engine.context import ReceiverContext
+from wbridge.engine.context import ReceiverContext, close_endpoints
 from wbridge.engine.wire import encode
 from wbridge.errors import EndpointClosed, PeerLost, UpdateAborted
 from wbridge.flow.actions import GiveCredit, GroupReady, ReplaceSlot, RingAction, TakeBack, ToLeader
@@ -25,12 +25,20 @@ Key = tuple[int, int, int]
 class ReceiveEngine:
     """Drives the `ReceiverRing` of one worker for one epoch.
 
-    `to_leader` receives what the ring has to tell the engine's leader.
+    `to_leader` receives what the ring has to tell the engine's leader, `give_up` each ticket that this
+    worker cannot land, with the reason.
     """
 
-    def __init__(self, context: ReceiverContext, *, to_leader: Callable[[ToLeader], None]) -> None:
+    def __init__(
+        self,
+        context: ReceiverContext,
+        *,
+        to_leader: Callable[[ToLeader], None],
+        give_up: Callable[[int, str], None],
+    ) -> None:
         self._context = context
         self._to_leader = to_leader
+        self._give_up = give_up
         self._groups = context.plan.incoming
         self._ring = ReceiverRing(context.staging.num_slots)
         self._incoming = tuple(
@@ -40,27 +48,38 @@ class ReceiveEngine:
         self._exposed: dict[Key, RemoteSlot] = {}
         self._slots: dict[Key, int] = {}
         self._ready: dict[tuple[int, int], int] = {}
+        self._ticket = 0
         self._aborted: dict[int, str] = {}
         self._progress = anyio.Event()
-        self.num_written = 0
+        self.num_written: int = 0
         """Groups that the last `apply` has begun to write."""
         # Unbounded, bounded by what may be in them: one credit for each piece, one fence for each slot.
         self._credits, self._credit_inbox = anyio.create_memory_object_stream[tuple[str, Credit]](math.inf)
         self._fences, self._fence_inbox = anyio.create_memory_object_stream[TakeBack](math.inf)
 
     async def run(self) -> None:
-        """Give credits and guard quarantined slots until cancelled."""
-        self._perform(self._ring.start())
-        with self._credits, self._credit_inbox, self._fences, self._fence_inbox:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._send_credits)
-                async for fence in self._fence_inbox:
-                    tasks.start_soon(self._guard, fence)
+        """Give credits and guard quarantined slots until cancelled; then nobody may write the ring."""
+        try:
+            with self._credits, self._credit_inbox, self._fences, self._fence_inbox:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._send_credits)
+                    self._perform(self._ring.start())
+                    async for fence in self._fence_inbox:
+                        tasks.start_soon(self._guard, fence)
+        finally:
+            await close_endpoints(self._context)
+            with anyio.move_on_after(self._context.config.close_timeout_s, shield=True):
+                for remote in list(self._exposed.values()):
+                    await self._context.transport.withdraw(remote)
+            self._context.staging.close()
 
     # What arrives -------------------------------------------------------------------------------------
 
     def serve(self, ticket: int) -> None:
         """Take a grant: credit its first groups."""
+        self._ticket = ticket
+        self._aborted.clear()
+        self._ready.clear()
         self._perform(self._ring.grant(ticket, self._incoming))
 
     def abort(self, ticket: int, reason: str) -> None:
@@ -69,13 +88,12 @@ class ReceiveEngine:
         self._perform(self._ring.abort(ticket))
         self._wake()
 
-    def arrived(self, writer: str, arrived: Arrived) -> None:
-        """A piece is in its slot. One whose checksum is wrong aborts nothing here: it never counts, so the
-        version never lands and ends by its deadline; the reason is raised.
+    def abort_current(self, reason: str) -> None:
+        """Void whatever grant there is: the engine is broken, and nobody will say what becomes of it."""
+        self.abort(self._ticket, reason)
 
-        Raises:
-            UpdateAborted: the bytes are not those that were sent; names writer, ticket and group.
-        """
+    def arrived(self, writer: str, arrived: Arrived) -> None:
+        """A piece is in its slot. If its checksum is wrong, the engine gives the ticket up."""
         key = (arrived.ticket, arrived.group, arrived.piece)
         slot = self._slots.pop(key, None)
         self._exposed.pop(key, None)
@@ -85,35 +103,38 @@ class ReceiveEngine:
             piece = self._groups[arrived.group].pieces[arrived.piece]
             view = self._context.staging.slot_view(slot, piece.offset, piece.nbytes)
             if checksum(view) != arrived.checksum:
-                raise UpdateAborted(
-                    f"{self._context.worker}: ticket {arrived.ticket}, group {arrived.group}: the bytes from"
-                    f" {writer} are not those it sent; send the version again"
+                self._give_up(
+                    arrived.ticket,
+                    f"{self._context.worker}, group {arrived.group}: the bytes from {writer} are not those"
+                    " it sent; send the version again",
                 )
+                return
         self._perform(self._ring.arrived(writer, arrived))
 
     def stopped(self, writer: str, stopped: Stopped) -> None:
         self._perform(self._ring.stopped(writer, stopped))
-
-    def lose_writer(self, writer: str) -> None:
-        """A writer's process is dead: nothing of it can arrive any more."""
-        self._perform(self._ring.writer_dead(writer))
 
     # Apply --------------------------------------------------------------------------------------------
 
     async def apply(self, ticket: int, after: Event) -> None:
         """Write every group of `ticket` into the parameters, in order, as they land, not before `after`.
 
-        Not to be cancelled.
+        Not to be cancelled. `num_written` tells whether the parameters have changed when it raises.
 
         Raises:
-            UpdateAborted: the ticket was aborted; what is written so far stays (`num_written`).
+            UpdateAborted: the ticket was aborted.
         """
         staging = self._context.staging
         self.num_written = 0
         for group in self._groups:
             slot = await self._wait_ready(ticket, group.index)
             self.num_written += 1
-            await staging.scatter(group, slot, after=after).wait()
+            try:
+                await staging.scatter(group, slot, after=after).wait()
+            except Exception as exc:
+                self._perform(self._ring.drained(slot))  # a copy that fails has stopped
+                self.abort(ticket, str(exc))
+                raise
             self._perform(self._ring.drained(slot))
 
     async def _wait_ready(self, ticket: int, group: int) -> int:

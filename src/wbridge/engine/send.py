@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import anyio
 import anyio.abc
 
-from wbridge.engine.context import SenderContext
+from wbridge.engine.context import SenderContext, close_endpoints
 from wbridge.engine.mailer import Mailer, Order
 from wbridge.flow.actions import CancelPut, Flush, FreeSource, OutgoingAction, SendStopped, StartPut
 from wbridge.flow.messages import Credit, Serve, TicketAborted
@@ -27,6 +27,8 @@ class SendEngine:
         self._context = context
         self._source_free = source_free
         self._sources: dict[int, Source] = {}
+        self._newest = 0
+        self._gone: set[str] = set()
         self._credits: dict[Key, Credit] = {}
         self._orders: dict[Key, Order] = {}
         self._pieces: dict[tuple[str, int, int], Piece] = {
@@ -40,22 +42,31 @@ class SendEngine:
         }
 
     async def run(self) -> None:
-        """Write what is credited until cancelled."""
-        async with anyio.create_task_group() as tasks:
-            for mailer in self._mailers.values():
-                tasks.start_soon(mailer.run)
+        """Write what is credited until cancelled; then nothing reads the weights any more."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                for mailer in self._mailers.values():
+                    tasks.start_soon(mailer.run)
+        finally:
+            await close_endpoints(self._context)
+            self._context.staging.close()
 
     def announce(self, ticket: int, source: Source) -> None:
         """This is what `ticket` consists of, until `source_free` is called with it."""
+        self._newest = ticket
         self._sources[ticket] = source
         self._perform(self._outgoing.announced(ticket))
 
     def serve(self, serve: Serve) -> None:
         """Write to the workers of these engines whatever they give credits for."""
-        pieces = {r: p for engine in serve.engines for r, p in self._shares.get(engine, {}).items()}
+        shares = [share for engine in serve.engines for share in self._shares.get(engine, {}).items()]
+        pieces = {receiver: pieces for receiver, pieces in shares if receiver not in self._gone}
         self._perform(self._outgoing.serve(serve.ticket, pieces))
 
     def credit(self, receiver: str, credit: Credit) -> None:
+        """The receiver lets us write a piece. It may overtake announcement and grant."""
+        if credit.ticket <= self._newest and credit.ticket not in self._sources:
+            return  # that ticket is over
         self._credits[receiver, credit.ticket, credit.group, credit.piece] = credit
         self._perform(self._outgoing.credit(receiver, credit.ticket, credit.group, credit.piece))
 
@@ -67,6 +78,12 @@ class SendEngine:
 
     def retire(self, ticket: int) -> None:
         """No engine needs the source of `ticket` any more."""
+        self._perform(self._outgoing.retired(ticket))
+
+    def withdraw(self, ticket: int) -> None:
+        """Stop writing `ticket` to anybody, and free its source when that has stopped."""
+        self._forget_credits(ticket, self._mailers)
+        self._perform(self._outgoing.aborted(ticket, tuple(self._mailers)))
         self._perform(self._outgoing.retired(ticket))
 
     def lose_receiver(self, receiver: str) -> None:
@@ -106,6 +123,7 @@ class SendEngine:
 
     def _lost(self, receiver: str) -> None:
         """The mailer has ended, and with it all its puts."""
+        self._gone.add(receiver)
         self._perform(self._outgoing.receiver_lost(receiver))
         for order in [order for key, order in self._orders.items() if key[0] == receiver]:
             self._put_ended(receiver, order)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import anyio
+import anyio.to_thread
+
 from wbridge.config import Config
 from wbridge.control.messages import EpochStart, Peer
 from wbridge.device.base import Device
 from wbridge.engine.context import ReceiverContext, SenderContext
-from wbridge.errors import ProtocolError
+from wbridge.errors import ConfigError, ProtocolError
 from wbridge.ids import WorkerId
 from wbridge.plan.schedule import ring_slots
 from wbridge.plan.types import WorkerPlan
@@ -39,9 +42,9 @@ async def open_sender_context(
         plan=plan,
         config=config,
         transport=transport,
-        endpoints=await _connect(transport, peers),
+        staging=await anyio.to_thread.run_sync(_sender_staging, config, device, tensors, plan),
         checksums=_checksummed(config, transport, peers),
-        staging=_sender_staging(config, device, tensors, plan),
+        endpoints=await _connect(transport, peers),
     )
 
 
@@ -62,9 +65,9 @@ async def open_receiver_context(
         plan=plan,
         config=config,
         transport=transport,
-        endpoints=await _connect(transport, peers),
+        staging=await anyio.to_thread.run_sync(_receiver_staging, config, device, tensors, plan),
         checksums=frozenset(),
-        staging=_receiver_staging(config, device, tensors, plan),
+        endpoints=await _connect(transport, peers),
     )
 
 
@@ -85,6 +88,12 @@ def _receiver_staging(config: Config, device: Device, tensors: Tensors, plan: Wo
     policy = config.mode.receiver_staging
     receiver = DirectReceiver if policy == "direct" else PinnedReceiver
     num_slots = ring_slots(config, len(plan.incoming), policy)
+    if policy == "pinned" and num_slots < len(plan.incoming):
+        raise ConfigError(
+            f"{plan.worker}: num_slots = {num_slots}, but a version takes {len(plan.incoming)} slots of"
+            f" {config.slot_nbytes} bytes here, and with pinned staging it lands whole before it is applied;"
+            " set num_slots = 0 (a whole version), raise slot_nbytes, or use direct receiver staging"
+        )
     return receiver(device, tensors, plan.incoming, num_slots=num_slots)
 
 
@@ -99,9 +108,17 @@ def _peers(start: EpochStart, workers: Iterable[WorkerId]) -> tuple[Peer, ...]:
 
 
 async def _connect(transport: Transports, peers: Iterable[Peer]) -> dict[str, Endpoint]:
-    return {
-        str(peer.worker): await transport.connect(peer.transport_address, str(peer.worker)) for peer in peers
-    }
+    endpoints: dict[str, Endpoint] = {}
+    try:
+        for peer in peers:
+            name = str(peer.worker)
+            endpoints[name] = await transport.connect(peer.transport_address, name)
+    except BaseException:  # whatever it is, no endpoint stays open; raised again
+        with anyio.CancelScope(shield=True):
+            for endpoint in endpoints.values():
+                await endpoint.aclose()
+        raise
+    return endpoints
 
 
 def _checksummed(config: Config, transport: Transports, peers: Iterable[Peer]) -> frozenset[str]:

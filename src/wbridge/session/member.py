@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Protocol
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import msgspec
 
-from wbridge.config import Config
+from wbridge.config import JOB_WIDE, Config
 from wbridge.control.agreement import adopt, explicit_settings
-from wbridge.control.client import connect_coordinator
+from wbridge.control.client import MAX_BACKOFF_S, connect_coordinator
+from wbridge.control.connection import LINGER_S, Connection
 from wbridge.control.lease import LeasedConnection
 from wbridge.control.messages import (
     Bye,
+    Committed,
     EpochLive,
     EpochReady,
     EpochStart,
     FlowMessage,
     Join,
     Keyed,
+    Welcome,
     WorkerLost,
 )
 from wbridge.control.rendezvous import Rendezvous, look_up
-from wbridge.errors import BarrierTimeout, EndpointClosed, PeerLost, WBridgeError
+from wbridge.errors import (
+    BarrierTimeout,
+    ConfigError,
+    EndpointClosed,
+    InternalError,
+    PeerLost,
+    WBridgeError,
+)
 from wbridge.ids import Epoch, WorkerId
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan.types import WorkerPlan
+
+_log = logging.getLogger(__name__)
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -60,8 +74,18 @@ class Role(Protocol):
         """
         ...
 
+    @property
+    def committed(self) -> Committed | None:
+        """What the live weights are, for a coordinator that comes back."""
+        ...
+
     async def start_epoch(self, start: EpochStart, plan: WorkerPlan) -> None:
-        """Drop the old epoch and get ready for this one; returns when ready."""
+        """Drop the old epoch and get ready for this one; returns when ready. Cancelled: another start or
+        the end follows.
+
+        Raises:
+            PeerLost: a member is gone; another start follows.
+        """
         ...
 
     def epoch_live(self, epoch: Epoch) -> None: ...
@@ -74,13 +98,16 @@ class Role(Protocol):
 
     def coordinator_lost(self, reason: str) -> None: ...
 
-    async def close_epoch(self) -> None:
-        """The adapter closes: stop everything that belongs to the epoch."""
+    async def end(self, error: WBridgeError) -> None:
+        """The membership is over: stop everything. Calls that wait now, and later ones, raise `error`."""
         ...
 
 
 PATIENCE_S = 10.0
 """The coordinator is the first to say that time is up, since it knows who is missing."""
+
+_FOR_LIFE = tuple(name for name in JOB_WIDE if name not in ("num_engines", "delivery"))
+"""Settings that an adapter keeps; the others concern the coordinator alone."""
 
 HostCoordinator = Callable[..., Coroutine[object, object, None]]
 """Runs a coordinator; reports (rendezvous, secret) as its `task_status`."""
@@ -95,9 +122,14 @@ class Member:
         self._source_map = msgspec.msgpack.encode(source_map)
         self._connect_timeout_s = connect_timeout_s
         self._lease: LeasedConnection | None = None
-        self._starting: Epoch | None = None
+        self._detached = anyio.Event()
         self._is_leaving = False
+        self._config: Config | None = None
         self._addresses: Addresses | None = None
+        self._starting: Epoch | None = None
+        self._start_scope: anyio.CancelScope | None = None
+        self._start_lock = anyio.Lock()
+        self._left: set[int] = set()  # incarnations that are never accepted again
         self.epoch: Epoch | None = None
         self.connected: Future[None] = Future()
 
@@ -112,7 +144,8 @@ class Member:
         self._lease.post(Keyed(self.epoch, message))
 
     async def run(self, host_coordinator: HostCoordinator | None) -> None:
-        """Be a member until cancelled. A failure before `connected` is put there and ends it."""
+        """Be a member until cancelled. Whatever ends it is what the role's calls, or `connected`, raise."""
+        reason: WBridgeError = EndpointClosed(f"{self._job.worker}: the adapter was closed")
         try:
             async with anyio.create_task_group() as tasks:
                 job = self._job
@@ -123,20 +156,29 @@ class Member:
                 while not self._is_leaving:
                     await self._attend(tasks, job)
         except* WBridgeError as group:
-            error = first_error(group)
-            if self.connected.done():
-                self._role.coordinator_lost(str(error))
-            else:
-                self.connected.set_exception(error)
+            reason = first_error(group)
+        except* Exception as group:  # a bug: the callers get it, since nobody waits for this task
+            reason = InternalError(f"{self._job.worker}: {group.exceptions[0]!r}; please report it")
+            reason.__cause__ = group
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._role.close_epoch()
-            if not self.connected.done():
-                self.connected.set_exception(EndpointClosed(f"{self._job.worker}: closed while connecting"))
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self._role.end(reason)
+            finally:
+                if not self.connected.done():
+                    self.connected.set_exception(reason)
+
+    async def leave(self) -> None:
+        """Say goodbye, so that nobody waits for a lease to run out. Waits a moment for it to be read."""
+        self._is_leaving = True
+        if self._lease is not None:
+            self._lease.post(Bye())
+            self._lease.finish()
+            with anyio.move_on_after(LINGER_S):
+                await self._detached.wait()
 
     async def _watch_connect(self) -> None:
-        with anyio.move_on_after(self._connect_timeout_s + PATIENCE_S):
-            await anyio.sleep_forever()
+        await anyio.sleep(self._connect_timeout_s + PATIENCE_S)
         if not self.connected.done():
             raise BarrierTimeout(
                 f"{self._job.worker}: no epoch was live within {self._connect_timeout_s:g} s;"
@@ -144,46 +186,85 @@ class Member:
                 ["coordinator"],
             )
 
+    # One coordinator after another -----------------------------------------------------------------------
+
     async def _attend(self, tasks: anyio.abc.TaskGroup, job: Job) -> None:
         """One connection to a coordinator, until it is lost."""
-        connection, welcome = await connect_coordinator(
-            job.rendezvous,
-            job.worker,
-            job.config,
-            explicit=explicit_settings(job.config, job.origins),
-            host=job.host,
-            process_token=job.process_token,
-            secret=job.secret,
-        )
+        connection, welcome = await self._find_coordinator(job)
+        self._detached = anyio.Event()
         async with LeasedConnection(connection, welcome.heartbeat_s) as lease:
             tasks.start_soon(lease.run)
-            if self._addresses is None:
-                secret = look_up(job.rendezvous, job.secret).secret
-                config = adopt(job.config, welcome.job)
-                self._addresses = await self._role.open(config, secret, tasks, connection.local_host)
-            addresses, patience_s = self._addresses, self._connect_timeout_s
+            addresses = await self._open(tasks, job, welcome, connection)
+            patience_s = self._connect_timeout_s
             lease.post(Join(self._source_map, addresses.transport, addresses.lockstep, patience_s))
             self._lease = lease
+            lost = ""
             try:
-                await self._read(lease)
-            except PeerLost as exc:
-                if not self.connected.done():
-                    raise
-                self._role.coordinator_lost(str(exc))
+                async with anyio.create_task_group() as starts:
+                    try:
+                        await self._read(lease, starts)
+                    except PeerLost as exc:
+                        if not self.connected.done():
+                            raise
+                        lost = str(exc)
+                    except EndpointClosed:
+                        if not self._is_leaving:
+                            raise
+                    starts.cancel_scope.cancel()
             finally:
                 self._lease = self.epoch = None
+                self._detached.set()
+            if not self._is_leaving:
+                self._role.coordinator_lost(lost)
 
-    async def _read(self, lease: LeasedConnection) -> None:
+    async def _find_coordinator(self, job: Job) -> tuple[Connection, Welcome]:
+        """Once connected, wait for as long as it takes: the weights stay as they are meanwhile."""
+        while True:
+            try:
+                connection, welcome = await connect_coordinator(
+                    job.rendezvous,
+                    job.worker,
+                    msgspec.structs.replace(job.config, connect_timeout_s=self._connect_timeout_s),
+                    explicit=explicit_settings(job.config, job.origins),
+                    host=job.host,
+                    process_token=job.process_token,
+                    secret=job.secret,
+                    committed=self._role.committed,
+                )
+            except BarrierTimeout:
+                if not self.connected.done():
+                    raise
+                continue
+            if welcome.incarnation not in self._left:
+                return connection, welcome
+            await connection.aclose()
+            await anyio.sleep(MAX_BACKOFF_S)
+
+    async def _open(
+        self, tasks: anyio.abc.TaskGroup, job: Job, welcome: Welcome, connection: Connection
+    ) -> Addresses:
+        """Open what lasts for all coordinators, which must agree with the first one's settings."""
+        config = adopt(job.config, welcome.job)
+        if self._addresses is None:
+            secret = look_up(job.rendezvous, job.secret).secret
+            self._config = config
+            self._addresses = await self._role.open(config, secret, tasks, connection.local_host)
+        differs = [n for n in _FOR_LIFE if getattr(config, n) != getattr(self._config, n)]
+        if differs:
+            raise ConfigError(
+                f"{job.worker}: the coordinator came back with another {', '.join(differs)};"
+                " close this adapter and connect again"
+            )
+        return self._addresses
+
+    async def _read(self, lease: LeasedConnection, starts: anyio.abc.TaskGroup) -> None:
         while True:
             message = await lease.receive()
             match message:
                 case Keyed(epoch, flow) if epoch == self.epoch:
                     await self._role.receive(flow)
                 case EpochStart():
-                    self.epoch, self._starting = None, message.epoch
-                    plan = msgspec.msgpack.decode(message.worker_plan, type=WorkerPlan)
-                    await self._role.start_epoch(message, plan)
-                    lease.post(EpochReady(message.epoch))
+                    self._begin(message, lease, starts)
                 case EpochLive(epoch) if epoch == self._starting:
                     self.epoch = epoch
                     self._role.epoch_live(epoch)
@@ -196,15 +277,33 @@ class Member:
                 case _:
                     pass  # of another epoch: nothing in it is ours any more
 
-    def leave(self) -> None:
-        """Say goodbye, so that nobody waits for a lease to run out; then connect no more."""
-        self._is_leaving = True
-        if self._lease is not None:
-            try:
-                self._lease.post(Bye())
-                self._lease.finish()
-            except (PeerLost, EndpointClosed):
-                return  # it has gone first
+    def _begin(self, start: EpochStart, lease: LeasedConnection, starts: anyio.abc.TaskGroup) -> None:
+        """Start an epoch in a task of its own: it may wait for a worker that the coordinator finds lost."""
+        old = self._starting
+        if old is not None and old.incarnation != start.epoch.incarnation:
+            self._left.add(old.incarnation)
+        self.epoch, self._starting = None, start.epoch
+        if self._start_scope is not None:
+            self._start_scope.cancel()
+        self._start_scope = anyio.CancelScope()
+        starts.start_soon(self._start, start, lease, self._start_scope)
+
+    async def _start(self, start: EpochStart, lease: LeasedConnection, scope: anyio.CancelScope) -> None:
+        with scope:
+            async with self._start_lock:
+                plan = await anyio.to_thread.run_sync(_decode_plan, start.worker_plan)
+                try:
+                    await self._role.start_epoch(start, plan)
+                except PeerLost as exc:
+                    _log.warning(
+                        "an epoch does not start", extra={"epoch": str(start.epoch), "why": str(exc)}
+                    )
+                else:
+                    lease.post(EpochReady(start.epoch))
+
+
+def _decode_plan(packed: bytes) -> WorkerPlan:
+    return msgspec.msgpack.decode(packed, type=WorkerPlan)
 
 
 def first_error(group: BaseExceptionGroup[WBridgeError]) -> WBridgeError:

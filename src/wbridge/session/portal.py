@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
@@ -25,7 +26,7 @@ class Call(Generic[T]):
 
     def __init__(self) -> None:
         self.finished: Future[T] = Future()
-        self.ended = anyio.Event()
+        self.ended: anyio.Event = anyio.Event()
         """The same for the loop thread itself."""
         self._scope: anyio.CancelScope | None = None
         self._cancel_requested = False
@@ -61,11 +62,13 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._pid = os.getpid()
+        self.name = name
         self._portal: Future[BlockingPortal] = Future()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._stop: anyio.Event | None = None
+        self.is_forked = False
+        """This process is a fork of the one that made this object; kept so that asking costs nothing."""
+        _threads.add(self)
 
     def start(self) -> None:
         self._thread.start()
@@ -79,23 +82,27 @@ class LoopThread:
             self._stop = anyio.Event()
             self._portal.set_result(portal)
             await self._stop.wait()
+            await portal.stop(cancel_remaining=True)
 
     def submit(self, work: Callable[[], Awaitable[T]]) -> Call[T]:
         """Start `work()` in the loop thread; calls start in the order of submission.
 
         Raises:
-            EndpointClosed: the thread has ended, or this process is a fork of the one that started it.
+            EndpointClosed: the thread has not started or has ended, or this process is a fork of the one
+                that started it.
         """
-        if os.getpid() != self._pid:
+        if self.is_forked:
             raise EndpointClosed(
-                f"{self._name} was opened in process {self._pid} and does not survive fork();"
-                " open it in the child"
+                f"{self.name} was opened by the parent of this process and does not survive fork();"
+                " open another one here"
             )
+        if self._thread.ident is None:
+            raise EndpointClosed(f"{self.name} is not connected; call connect() first")
         call: Call[T] = Call()
         try:
             self._portal.result().start_task_soon(call.run, work)
         except RuntimeError as exc:
-            raise EndpointClosed(f"{self._name} is closed") from exc
+            raise EndpointClosed(f"{self.name} is closed") from exc
         return call
 
     def cancel(self, call: Call[T]) -> None:
@@ -109,15 +116,25 @@ class LoopThread:
     async def _cancel(call: Call[T]) -> None:
         call.request_cancel()
 
-    def stop(self) -> None:
-        """End the loop when its calls are over. Blocks; idempotent."""
-        if os.getpid() != self._pid or not self._thread.is_alive():
+    def stop(self, *, wait: bool) -> None:
+        """Cancel what still runs and end the loop. Blocks until it has ended if `wait`. Idempotent."""
+        if self.is_forked or not self._thread.is_alive():
             return
-        portal = self._portal.result()
-        assert self._stop is not None
-        portal.start_task_soon(self._set_stop)
-        self._thread.join()
+        self._portal.result().start_task_soon(self._set_stop)
+        if wait:
+            self._thread.join()
 
     async def _set_stop(self) -> None:
         assert self._stop is not None
         self._stop.set()
+
+
+_threads: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+
+
+def _note_fork() -> None:
+    for thread in _threads:
+        thread.is_forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)

@@ -12,13 +12,13 @@ import anyio.abc
 import msgspec
 
 from wbridge.config import Config
-from wbridge.control.messages import EpochStart, FlowMessage
+from wbridge.control.messages import Committed, EpochStart, FlowMessage
 from wbridge.device.base import Device, Event, Stream
 from wbridge.engine.apply import Destinations
 from wbridge.engine.lockstep import Instruction, Lockstep, Written
 from wbridge.engine.receive import ReceiveEngine
 from wbridge.engine.wire import DataFrame
-from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, UpdateAborted
+from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, UpdateAborted, WBridgeError
 from wbridge.flow.actions import Apply, Leave, PollFails, RunBeforeApply, Unpark
 from wbridge.flow.messages import Arrived, Serve, Stopped, TicketAborted
 from wbridge.ids import Epoch, WorkerId
@@ -59,13 +59,18 @@ class Rollout:
         self._destinations: Destinations | None = None
         self._engine: ReceiveEngine | None = None
         self._epoch: Epoch | None = None
-        self._metadata: dict[int, bytes] = {}
+        self._serve: Serve | None = None
+        self._applying: Committed | None = None
+        self._committed: Committed | None = None
+        self._packed = b""
+        self._ended: WBridgeError | None = None
         self._after: Event | None = None
         self._yielded_s = 0.0
+        self._is_cancelled = False
         self._tainted = ""
         self._is_live = False
         self._unsent: list[FlowMessage] = []
-        self.gate = StepGate()
+        self.gate: StepGate = StepGate()
         self.version: int | None = None
 
     # The caller's side ---------------------------------------------------------------------------------
@@ -79,7 +84,7 @@ class Rollout:
         if lockstep is None:
             raise EndpointClosed(f"{self._target.worker}: connect() before the first poll")
         lockstep.follower.counter += 1
-        return lockstep.follower.flag
+        return lockstep.follower.flag or self._worker.loop.is_forked
 
     def is_due_for_yield(self) -> bool:
         now_s = time.monotonic()
@@ -91,9 +96,10 @@ class Rollout:
     def poll(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
         """Drive a counted poll to its end."""
         until_s = None if wait_s is None else time.monotonic() + wait_s
+        self._is_cancelled = False
         while True:
             update = yield from self._poll_once(wait_s, stream)
-            if update is not None or until_s is None:
+            if update is not None or until_s is None or self._is_cancelled:
                 return update
             wait_s = until_s - time.monotonic()
             if wait_s <= 0:
@@ -103,16 +109,15 @@ class Rollout:
     def _poll_once(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
         lockstep = self._lockstep
         assert lockstep is not None
-        self._after = (stream or self._worker.current_stream()).record()
         begun_s = parked_s = time.perf_counter()
-        refusal: Exception | None = None
+        refusal: BaseException | None = None
         asked = False
         instruction = yield from self._ask(functools.partial(lockstep.poll, wait_s))
         while True:
             match instruction:
                 case RunBeforeApply(hold):
                     asked = True
-                    refusal = yield from self._before_apply()
+                    refusal = yield from self._before_apply(stream)
                     parked_s = time.perf_counter()
                     instruction = yield from self._ask(functools.partial(self._answer, hold, refusal))
                 case Written(hold):
@@ -141,9 +146,10 @@ class Rollout:
 
     def _cancel_poll(self) -> None:
         assert self._lockstep is not None
+        self._is_cancelled = True
         self._worker.loop.submit(self._lockstep.cancel_poll)
 
-    def _before_apply(self) -> Script[Exception | None]:
+    def _before_apply(self, stream: Stream | None) -> Script[BaseException | None]:
         """Get this worker ready to be written; what fails is the reason to refuse."""
         destinations = self._destinations
         assert destinations is not None
@@ -151,13 +157,16 @@ class Rollout:
             destinations.check()
             if self._hooks is not None:
                 yield Run(self._hooks.before_apply)
-        except Exception as exc:  # the engine is told, and the poll raises it
+        except GeneratorExit:
+            raise
+        except BaseException as exc:  # a cancelled hook too: the engine is told, and the poll raises it
             return exc
         while (drained := self.gate.try_close()) is not None:
             yield Wait(drained, self._cancel_poll)
+        self._after = (stream or self._worker.current_stream()).record()  # behind the last open step
         return None
 
-    async def _answer(self, hold: int, refusal: Exception | None) -> Instruction:
+    async def _answer(self, hold: int, refusal: BaseException | None) -> Instruction:
         assert self._lockstep is not None
         if refusal is None:
             return await self._lockstep.before_apply_done(hold)
@@ -169,12 +178,13 @@ class Rollout:
         load = self._target.load_assembled or self._target.load_weights
         try:
             yield Run(self._destinations.finish, load, self._target.after_apply)
-        except Exception as exc:  # the engine is tainted, and the poll raises it
+        except GeneratorExit:
+            raise
+        except BaseException as exc:  # an interrupt too: the engine is tainted, and the poll raises it
             return f"{type(exc).__name__}: {exc}"
         return ""
 
     def _leave(self, leave: Leave, stats: UpdateStats) -> Script[Update | None]:
-        packed = self._metadata.pop(leave.ticket, b"")
         if leave.outcome == "aborted":
             yield from self._resume(None, asked=True)
             return None
@@ -182,10 +192,11 @@ class Rollout:
             self._taint(f"version {leave.version} (ticket {leave.ticket}) failed midway")
             yield from self._resume(None, asked=True)
             raise UpdateAborted(f"{self._target.worker}: {self._tainted}; poll until a whole version lands")
-        assert self._epoch is not None
+        assert self._applying is not None
+        self._committed = self._applying
         self.version, self._tainted = leave.version, ""
-        metadata = msgspec.msgpack.decode(packed) if packed else {}
-        update = Update(leave.version, self._epoch, leave.ticket, metadata, stats)
+        metadata = msgspec.msgpack.decode(self._packed) if self._packed else {}
+        update = Update(leave.version, self._committed.epoch, leave.ticket, metadata, stats)
         yield from self._resume(update, asked=True)
         return update
 
@@ -198,6 +209,8 @@ class Rollout:
         if fails.tainted:
             self._taint(fails.reason)
         self.gate.open()
+        if self._ended is not None:
+            raise self._ended
         kind = ProtocolError if fails.protocol_error else PeerLost
         raise kind(f"{self._target.worker}: {fails.reason}; close this adapter and connect again")
 
@@ -239,9 +252,9 @@ class Rollout:
     async def start_epoch(self, start: EpochStart, plan: WorkerPlan) -> None:
         lockstep, destinations = self._lockstep, self._destinations
         assert lockstep is not None and destinations is not None and self._tasks is not None
-        self._is_live, self._unsent = False, []
+        self._is_live = False
         await lockstep.enter(start.epoch, _leader_address(start, self._target.worker.group))
-        self._engine = None
+        self._engine, self._unsent = None, []
         await self._worker.stop_epoch()
         context = await open_receiver_context(
             start,
@@ -252,7 +265,7 @@ class Rollout:
             tensors=destinations.tensors,
         )
         self._epoch = start.epoch
-        self._engine = ReceiveEngine(context, to_leader=lockstep.from_ring)
+        self._engine = ReceiveEngine(context, to_leader=lockstep.from_ring, give_up=lockstep.give_up)
         await self._worker.run_epoch(self._tasks, self._engine.run)
 
     def epoch_live(self, epoch: Epoch) -> None:
@@ -273,25 +286,36 @@ class Rollout:
         if self._lockstep is not None:
             self._lockstep.coordinator_lost()
 
-    async def close_epoch(self) -> None:
+    async def end(self, error: WBridgeError) -> None:
+        self._ended = error
+        if self._lockstep is not None:
+            self._lockstep.close(str(error))
         self._engine = None
         await self._worker.stop_epoch()
-        if self._lockstep is not None:
-            self._lockstep.close()
+
+    @property
+    def committed(self) -> Committed | None:
+        return self._committed if self.version is not None else None
 
     # The loop thread: what the lockstep asks -------------------------------------------------------------
 
     def serve(self, serve: Serve) -> None:
         assert self._engine is not None
-        self._metadata = {serve.ticket: serve.metadata}
+        self._serve = serve
         self._engine.serve(serve.ticket)
 
     def abort(self, aborted: TicketAborted) -> None:
         assert self._engine is not None
         self._engine.abort(aborted.ticket, aborted.reason)
 
+    def engine_broken(self, reason: str) -> None:
+        if self._engine is not None:
+            self._engine.abort_current(reason)
+
     def apply(self, apply: Apply) -> None:
-        assert self._tasks is not None
+        assert self._tasks is not None and self._epoch is not None and self._serve is not None
+        self._applying = Committed(self._epoch, apply.ticket, apply.version)
+        self._packed = self._serve.metadata
         self._tasks.start_soon(self._apply, apply)
 
     async def _apply(self, apply: Apply) -> None:
@@ -301,6 +325,10 @@ class Rollout:
             await engine.apply(apply.ticket, after)
         except UpdateAborted as exc:
             lockstep.not_applied(apply.hold, "tainted" if engine.num_written else "aborted", str(exc))
+        except BaseException as exc:  # a failed copy, or the adapter closes: neither old nor new
+            lockstep.not_applied(apply.hold, "tainted", f"{type(exc).__name__}: {exc}")
+            if not isinstance(exc, Exception):
+                raise
         else:
             lockstep.written(apply.hold)
 

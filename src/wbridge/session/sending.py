@@ -12,7 +12,7 @@ from wbridge.control.messages import FlowMessage
 from wbridge.device.base import Event
 from wbridge.engine.context import SenderContext
 from wbridge.engine.send import SendEngine
-from wbridge.errors import BarrierTimeout, PeerLost, ProtocolError, UpdateAborted, WBridgeError
+from wbridge.errors import BarrierTimeout, ProtocolError, UpdateAborted, WBridgeError
 from wbridge.flow.messages import (
     AbortTicket,
     Announced,
@@ -43,7 +43,7 @@ class SendingEpoch:
         submit: Callable[[Callable[[], Awaitable[None]]], Future[None]],
     ) -> None:
         self.context = context
-        self.engine = SendEngine(context, source_free=self._source_free)
+        self.engine: SendEngine = SendEngine(context, source_free=self._source_free)
         self._engines = engines
         self._post = post
         self._submit = submit
@@ -89,27 +89,34 @@ class SendingEpoch:
     async def _snapshot(self, publication: Publication, after: Event) -> Source | None:
         """The source of this call; None if the call ends first."""
         source: Source | None = None
-        async with anyio.create_task_group() as tasks:
+        try:
+            async with anyio.create_task_group() as tasks:
 
-            async def give_up() -> None:
-                await publication.released.wait()
+                async def give_up() -> None:
+                    await publication.released.wait()
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(give_up)
+                source = await self.context.staging.snapshot(after)
                 tasks.cancel_scope.cancel()
-
-            tasks.start_soon(give_up)
-            source = await self.context.staging.snapshot(after)
-            tasks.cancel_scope.cancel()
+        except BaseException:  # whatever it is, the snapshot is not lost with it; raised again
+            if source is not None:
+                source.release()
+            raise
         return source
 
     async def _withdraw(self, publication: Publication) -> None:
         """Cancel a call, and wait until nothing of it reads the weights any more."""
+        self._post(WithdrawCall(publication.call))
         with anyio.move_on_after(self.context.config.coordinator_timeout_s):
-            try:
-                self._post(WithdrawCall(publication.call))
-            except PeerLost:
-                return  # no coordinator, no grants
             await publication.answered.wait()
-            if publication.ticket is not None and self.context.staging.holds_live_weights:
-                await publication.released.wait()
+        if publication.ticket is None or not self.context.staging.holds_live_weights:
+            return
+        with anyio.move_on_after(self.context.config.coordinator_timeout_s):
+            await publication.released.wait()
+            return
+        self.engine.withdraw(publication.ticket)  # nobody tells us that it has ended
+        await publication.released.wait()
 
     def _abort(self, publication: Publication) -> Future[None]:
         """The application aborts a version; called in its thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Mapping
@@ -11,10 +12,10 @@ import anyio.abc
 import msgspec
 
 from wbridge.config import Config
-from wbridge.control.messages import EpochStart, FlowMessage
+from wbridge.control.messages import Committed, EpochStart, FlowMessage
 from wbridge.device.base import Device, Event, Stream
 from wbridge.engine.wire import DataFrame
-from wbridge.errors import ConfigError, EndpointClosed, PeerLost, UpdateAborted, WBridgeError
+from wbridge.errors import ConfigError, PeerLost, UpdateAborted, WBridgeError
 from wbridge.flow.messages import Credit
 from wbridge.ids import Epoch, WorkerId
 from wbridge.observe.stats import SendStats
@@ -48,6 +49,7 @@ class Trainer:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._epoch: SendingEpoch | None = None
         self._live = anyio.Event()
+        self._ended: WBridgeError | None = None
         self.last_send: SendStats | None = None
 
     # The caller's side ---------------------------------------------------------------------------------
@@ -83,6 +85,8 @@ class Trainer:
         timeout_s = self._config.coordinator_timeout_s
         with anyio.move_on_after(timeout_s):
             await self._live.wait()
+        if self._ended is not None:
+            raise self._ended
         if self._epoch is None or not self._live.is_set():
             raise PeerLost(
                 f"{self._source.worker}: version {version}: no epoch is live after {timeout_s:g} s"
@@ -94,6 +98,10 @@ class Trainer:
         self._config = config
         self._tasks = tasks
         return Addresses(await self._worker.open_transports(config, tasks, self._frame))
+
+    @property
+    def committed(self) -> Committed | None:
+        return None
 
     async def start_epoch(self, start: EpochStart, plan: WorkerPlan) -> None:
         await self._end_epoch(UpdateAborted("the membership changed; send the version again"))
@@ -109,7 +117,7 @@ class Trainer:
         self._epoch = SendingEpoch(
             context,
             start.engines,
-            post=self._worker.post,
+            post=self._post,
             submit=lambda work: self._worker.loop.submit(work).finished,
         )
         assert self._tasks is not None
@@ -127,7 +135,7 @@ class Trainer:
             self._epoch.engine.lose_receiver(str(worker))
 
     def coordinator_lost(self, reason: str) -> None:
-        self._live = anyio.Event()
+        self._not_live()
         assert self._tasks is not None
         self._tasks.start_soon(self._give_up, self._epoch, reason)
 
@@ -138,16 +146,27 @@ class Trainer:
         if epoch is self._epoch and not self._live.is_set():
             await self._end_epoch(PeerLost(f"{self._source.worker}: {reason}; connect again"))
 
-    async def close_epoch(self) -> None:
-        await self._end_epoch(EndpointClosed(f"{self._source.worker}: the adapter was closed"))
+    async def end(self, error: WBridgeError) -> None:
+        self._ended = error
+        await self._end_epoch(error)
+        self._live.set()
 
     async def _end_epoch(self, error: WBridgeError) -> None:
         """Stop reading the weights, then fail what is unfinished."""
         epoch, self._epoch = self._epoch, None
-        self._live = anyio.Event()
+        self._not_live()
         await self._worker.stop_epoch()
         if epoch is not None:
             epoch.end(error)
+
+    def _not_live(self) -> None:
+        if self._live.is_set():  # else somebody may wait for this very event
+            self._live = anyio.Event()
+
+    def _post(self, message: FlowMessage) -> None:
+        """Without a coordinator the epoch ends soon, and what waits for an answer with it."""
+        with contextlib.suppress(PeerLost):
+            self._worker.post(message)
 
     def _frame(self, peer: str, frame: DataFrame) -> None:
         if (

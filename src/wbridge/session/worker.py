@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -39,6 +38,8 @@ from wbridge.session.portal import Call, LoopThread
 from wbridge.session.script import Run, Script, Wait
 from wbridge.transport.host import host_identity, process_token
 from wbridge.transport.select import Transports, open_transports
+
+_log = logging.getLogger(__name__)
 
 
 def load_job(
@@ -87,7 +88,7 @@ class Worker:
 
     def __init__(self, job: Job, device: Device | None) -> None:
         self.job = job
-        self.loop = LoopThread(f"wbridge {job.worker}")
+        self.loop: LoopThread = LoopThread(f"wbridge {job.worker}")
         self._given_device = device
         self._device_type = "cpu"
         self._caller_device: Device | None = device
@@ -95,7 +96,8 @@ class Worker:
         self._member: Member | None = None
         self._running: Call[None] | None = None
         self._transports: Transports | None = None
-        self._epoch_task: Call[None] | None = None
+        self._epoch: tuple[anyio.CancelScope, anyio.Event] | None = None  # to end it, and when it has
+        self._stopping = anyio.Lock()
         self._closed = False
         self.source_map: SourceMap | None = None
         """Known once `connect` has discovered it."""
@@ -126,23 +128,31 @@ class Worker:
         return self._transports.counters if self._transports is not None else {}
 
     def close(self) -> Script[None]:
-        """Say goodbye and end everything within `close_timeout_s`; what is left then is cut. Idempotent."""
+        """Say goodbye and end everything within `close_timeout_s`; what is left then is cut. Idempotent.
+
+        A cancelled caller stays for that long too: an adapter left open would keep its job waiting.
+        """
         if self._closed:
             return
         self._closed = True
-        if self._running is not None:
-            running = self._running
-            if not running.finished.done():
-                yield Wait(self.loop.submit(self._leave).finished)
-                self.loop.cancel(running)
-                yield Wait(settled(running.finished))
-            yield Run(self.loop.stop)
+        if self._running is not None and not self.loop.is_forked:
+            has_ended = yield Wait(self.loop.submit(self._end).finished, _nothing)
+            if not has_ended:
+                _log.warning("closing took too long, a thread stays", extra={"adapter": self.loop.name})
+            self.loop.stop(wait=has_ended)
         if self._given_device is None and self._caller_device is not None:
             self._caller_device.close()
 
-    async def _leave(self) -> None:
-        if self._member is not None:
-            self._member.leave()
+    async def _end(self) -> bool:
+        """Whether everything has ended in time."""
+        running = self._running
+        assert self._member is not None and running is not None
+        with anyio.move_on_after(self.job.config.close_timeout_s):
+            await self._member.leave()
+            running.request_cancel()
+            await running.ended.wait()
+            return True
+        return False
 
     # The loop thread -----------------------------------------------------------------------------------
 
@@ -178,20 +188,32 @@ class Worker:
         return self._epoch_device
 
     async def run_epoch(self, tasks: anyio.abc.TaskGroup, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` in `tasks` until `stop_epoch`."""
-        call: Call[None] = Call()
-        self._epoch_task = call
-        tasks.start_soon(call.run, work)
+        """Run `work` in `tasks` until `stop_epoch`. What it raises ends the membership."""
+        scope, over = anyio.CancelScope(), anyio.Event()
+
+        async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+            try:
+                with scope:
+                    task_status.started()
+                    await work()
+            finally:
+                over.set()
+
+        await tasks.start(run)
+        self._epoch = scope, over
 
     async def stop_epoch(self) -> None:
-        """Cancel the epoch's work, wait until it has ended, and free its device. Idempotent."""
-        call, self._epoch_task = self._epoch_task, None
-        if call is not None:
-            call.request_cancel()
-            await call.ended.wait()
-        device, self._epoch_device = self._epoch_device, None
-        if device is not None and device is not self._given_device:
-            await anyio.to_thread.run_sync(device.close)
+        """Cancel the epoch's work, wait until it has ended, and free its device. Not cancelled."""
+        with anyio.CancelScope(shield=True):
+            async with self._stopping:
+                epoch, self._epoch = self._epoch, None
+                if epoch is not None:
+                    scope, over = epoch
+                    scope.cancel()
+                    await over.wait()
+                device, self._epoch_device = self._epoch_device, None
+                if device is not None and device is not self._given_device:
+                    await anyio.to_thread.run_sync(device.close)
 
     @property
     def _hosts_coordinator(self) -> bool:
@@ -215,8 +237,5 @@ class Worker:
                 withdraw(job.rendezvous, meeting)
 
 
-def settled(future: Future[Any]) -> Future[None]:
-    """A future that is done when `future` is, and never fails."""
-    done: Future[None] = Future()
-    future.add_done_callback(lambda _: done.set_result(None))
-    return done
+def _nothing() -> None:
+    """What a wait does that no cancellation can shorten."""
