@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from wbridge.discovery.specs import row_major
+from wbridge.errors import ConfigError, LayoutError
 from wbridge.integrations.torch_dtensor import identity_map, source_from_module
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, SourceMap, TensorSpec
@@ -133,6 +135,10 @@ def tp(rows: int) -> None:
     model, full = build(rows)
     tensor_parallel(model, mesh)
     check(model, full, None, None)
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+    model.register_parameter("unreduced", torch.nn.Parameter(partial))
+    with pytest.raises(LayoutError, match=r"'unreduced' has placement P.* on mesh dimension 0"):
+        source_from_module(model)
 
 
 def two_d(rows: int) -> None:
@@ -144,6 +150,9 @@ def two_d(rows: int) -> None:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     check(model, full, None, mesh)
+    rows_only = fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"])
+    with pytest.raises(ConfigError, match=r"mesh has 2 ranks, the job 4; give the whole mesh"):
+        source_from_module(rows_only)
 
 
 def hsdp(rows: int) -> None:

@@ -15,7 +15,7 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, module: torch.nn.Module, paths: Mapping[str, str]) -> None:
         """`paths` gives each name's attribute path in `module`."""
-        self.paths = dict(paths)
+        self.paths: Mapping[str, str] = dict(paths)
         self._module = module
 
     def __getitem__(self, name: str) -> torch.Tensor:
