@@ -43,7 +43,8 @@ for mode in mode.split(","):
             for parameter in trainer.parameters.values():
                 parameter.fill_(-7.0)
             assert delivery.applied() == {"engine-0": "applied"}
-        say(mode, sender.counters["put_nbytes"])
+        sent_nbytes = sender.counters["put_nbytes"]
+    say(mode, sent_nbytes)
 """
 
 ENGINE = """
