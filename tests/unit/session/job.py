@@ -118,6 +118,7 @@ async def running(
     engines: Mapping[str, int] = ENGINES,
     toys_of: tuple[list[Trainer], list[Rollout]] | None = None,
     devices: tuple[Device | None, Device | None] = (None, None),
+    sender_devices: Mapping[int, Device] | None = None,
     hooks: Mapping[int, Any] | None = None,  # Any: test doubles with both kinds of hooks
     retarget: Callable[[int, wbridge.Target], wbridge.Target] | None = None,
     **config: object,
@@ -126,8 +127,13 @@ async def running(
     trainers, rollouts = toys_of or toys(num_trainers, engines)
     values = settings(mode, len(engines), **config)
     senders = [
-        wbridge.SenderAdapter(t.source, rendezvous=rendezvous(path), config=values, device=devices[0])
-        for t in trainers
+        wbridge.SenderAdapter(
+            t.source,
+            rendezvous=rendezvous(path),
+            config=values,
+            device=(sender_devices or {}).get(i, devices[0]),
+        )
+        for i, t in enumerate(trainers)
     ]
     receivers = [
         wbridge.ReceiverAdapter(
