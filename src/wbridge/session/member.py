@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import anyio
 import anyio.abc
@@ -43,6 +43,8 @@ from wbridge.layout.source_map import SourceMap
 from wbridge.plan.types import WorkerPlan
 
 _log = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=BaseException)
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -158,7 +160,7 @@ class Member:
         except* WBridgeError as group:
             reason = first_error(group)
         except* Exception as group:  # a bug: the callers get it, since nobody waits for this task
-            reason = InternalError(f"{self._job.worker}: {group.exceptions[0]!r}; please report it")
+            reason = InternalError(f"{self._job.worker}: {first_error(group)!r}; please report it")
             reason.__cause__ = group
         finally:
             try:
@@ -306,10 +308,7 @@ def _decode_plan(packed: bytes) -> WorkerPlan:
     return msgspec.msgpack.decode(packed, type=WorkerPlan)
 
 
-def first_error(group: BaseExceptionGroup[WBridgeError]) -> WBridgeError:
+def first_error(group: BaseExceptionGroup[E]) -> E:
     """The error that ended a task group; others are consequences."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, WBridgeError)
-    return error
+    error = group.exceptions[0]
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error

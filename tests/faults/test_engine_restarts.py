@@ -1,0 +1,124 @@
+"""Memberships that change while weights flow: trainers that come back, engines that come late or break."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+import wbridge
+from tests.models.toy import Rollout, Trainer
+from tests.unit.session.job import MODES, PATIENCE_S, Job, gather, rendezvous, running, settings
+from wbridge.errors import PeerLost
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_rollouts_follow_trainers_that_start_again(mode: str, tmp_path: Path) -> None:
+    """The coordinator dies with rank 0; the next one starts at a lower version, and all engines follow."""
+    async with running(tmp_path, mode) as job:
+        await job.update(7)
+        old = job.receivers[0].epoch
+        await gather(*[sender.aclose for sender in job.senders])
+        for receiver in job.receivers:
+            assert await receiver.poll_requests() is None
+        assert [receiver.version for receiver in job.receivers] == [7, 7, 7]
+
+        async with AsyncExitStack() as stack:
+            trainers = [Trainer(rank, 2) for rank in range(2)]
+            senders = [
+                await stack.enter_async_context(
+                    wbridge.SenderAdapter(t.source, rendezvous=rendezvous(tmp_path), config=settings(mode, 2))
+                )
+                for t in trainers
+            ]
+            await gather(*[sender.connect for sender in senders])
+            again = Job(trainers, job.rollouts, senders, job.receivers)
+            for version in (3, 4):
+                _, updates = await again.update(version)
+                assert again.holds(version)
+            new = senders[0].epoch
+            assert {update.epoch for update in updates} == {new}
+            assert old is not None and new is not None and old.incarnation != new.incarnation
+
+
+async def test_a_coordinator_that_comes_back_with_another_mode_is_refused(tmp_path: Path) -> None:
+    def sender(mode: str) -> wbridge.SenderAdapter:
+        values = settings(mode, 1)
+        return wbridge.SenderAdapter(Trainer().source, rendezvous=rendezvous(tmp_path), config=values)
+
+    receiver = wbridge.ReceiverAdapter(
+        Rollout("engine-0").target,
+        rendezvous=rendezvous(tmp_path),
+        config={"transport": "loopback", "connect_timeout_s": PATIENCE_S},  # the mode is the coordinator's
+    )
+    async with receiver:
+        async with sender("sync") as first:
+            await gather(first.connect, receiver.connect)
+        async with sender("async") as second, anyio.create_task_group() as tasks:
+            tasks.start_soon(second.connect)
+            with pytest.raises(wbridge.ConfigError, match="came back with another mode"):
+                await receiver.poll_requests(wait_s=PATIENCE_S)
+            tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_an_engine_that_comes_late_joins_in_the_next_epoch(mode: str, tmp_path: Path) -> None:
+    async with running(tmp_path, mode, engines={"engine-0": 2}) as job:
+        await job.update(1)
+        late = Rollout("engine-1")
+        receiver = wbridge.ReceiverAdapter(
+            late.target, rendezvous=rendezvous(tmp_path), config=settings(mode, 1)
+        )
+        async with receiver:
+            await receiver.connect()
+            assert receiver.version is None
+            job.rollouts.append(late)
+            job.receivers.append(receiver)
+            for version in (2, 3):
+                deliveries, _ = await job.update(version)
+                assert job.holds(version)
+                assert await deliveries[0].applied() == {"engine-0": "applied", "engine-1": "applied"}
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+async def test_a_worker_lost_while_bytes_are_due_ends_the_polls_of_its_engine(
+    lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Direct slots: nobody is left to tell the survivors that the bytes will not come."""
+    async with running(tmp_path, "sync", num_trainers=1, engines={"engine-0": 4}) as job:
+        engine = job.senders[0]._trainer._epoch.engine
+        monkeypatch.setattr(engine, "credit", lambda *_: None)  # so no byte comes
+        survivors = [index for index in range(4) if index != lost]
+
+        async def send() -> None:
+            await job.senders[0].send_weights(1)
+
+        async def roll(index: int) -> None:
+            with pytest.raises(PeerLost, match="is lost"):
+                await job.receivers[index].poll_requests(wait_s=PATIENCE_S)
+            with pytest.raises(wbridge.UpdateAborted, match="tainted"), job.receivers[index].step():
+                pass
+
+        async def leave() -> None:
+            receiver = job.receivers[lost]
+
+            async def poll() -> None:
+                with pytest.raises(wbridge.EndpointClosed):
+                    await receiver.poll_requests(wait_s=PATIENCE_S)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(poll)
+                while receiver._rollout._lockstep.follower._stage != "applying":
+                    await anyio.lowlevel.checkpoint()
+                await receiver.aclose()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            tasks.start_soon(leave)
+            for index in survivors:
+                tasks.start_soon(roll, index)
