@@ -361,11 +361,11 @@ class Lockstep:
 
     async def _time_hold(self, hold: int, timer: anyio.CancelScope) -> None:
         with timer:
-            await anyio.sleep(self._config.hold_timeout_s)
+            await anyio.sleep(self._config.hold_timeout_s)  # the deadline
             self._from_follower(self.follower.hold_timed_out(hold))
 
     async def _time_grant(self, ticket: int, epoch: Epoch | None) -> None:
-        await anyio.sleep(self._config.coordinator_timeout_s)
+        await anyio.sleep(self._config.coordinator_timeout_s)  # the deadline
         assert self._leader is not None
         if epoch == self._epoch:
             self._from_leader(self._leader.grant_timed_out(ticket))

@@ -180,7 +180,7 @@ class Member:
                 await self._detached.wait()
 
     async def _watch_connect(self) -> None:
-        await anyio.sleep(self._connect_timeout_s + PATIENCE_S)
+        await anyio.sleep(self._connect_timeout_s + PATIENCE_S)  # the deadline
         if not self.connected.done():
             raise BarrierTimeout(
                 f"{self._job.worker}: no epoch was live within {self._connect_timeout_s:g} s;"
@@ -240,7 +240,7 @@ class Member:
             if welcome.incarnation not in self._left:
                 return connection, welcome
             await connection.aclose()
-            await anyio.sleep(MAX_BACKOFF_S)
+            await anyio.sleep(MAX_BACKOFF_S)  # the back-off, at its cap
 
     async def _open(
         self, tasks: anyio.abc.TaskGroup, job: Job, welcome: Welcome, connection: Connection
