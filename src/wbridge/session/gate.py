@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 from concurrent.futures import Future
 
+from wbridge.errors import ProtocolError
+
 
 class StepGate:
     """Counts open steps; an apply closes the gate when none is open, and steps wait until it opens again.
@@ -17,6 +19,7 @@ class StepGate:
         self._lock = threading.Lock()
         self._open: Counter[int] = Counter()  # by the thread that entered
         self._closed = False
+        self._poller = 0  # the thread of the poll that has closed the gate, or is about to
         self._drained: Future[None] | None = None
         self._opened: Future[None] = Future()
 
@@ -25,10 +28,19 @@ class StepGate:
 
         A step also waits for an apply that itself still waits for open steps, which keeps steps that
         follow or overlap each other from starving it. Not if that would block a thread which has steps
-        open itself: they may need its event loop to end.
+        open itself, or the poll: they may need its event loop to end.
+
+        Raises:
+            ProtocolError: blocking would keep the very poll that applies from going on.
         """
         with self._lock:
-            may_wait = not (blocking and self._open[thread])
+            is_pollers = blocking and thread == self._poller
+            if self._closed and is_pollers:
+                raise ProtocolError(
+                    "an update is being applied by a poll in this thread, which step() would block for ever;"
+                    " use `async with receiver.step()` beside an event loop"
+                )
+            may_wait = not (is_pollers or (blocking and self._open[thread]))
             if self._closed or (may_wait and self._drained is not None):
                 return self._opened
             self._open[thread] += 1
@@ -45,6 +57,7 @@ class StepGate:
     def try_close(self) -> Future[None] | None:
         """Close the gate, or return the future to wait for before trying again: steps are still open."""
         with self._lock:
+            self._poller = threading.get_ident()
             if not self._open:
                 self._closed = True
                 return None
@@ -55,6 +68,6 @@ class StepGate:
     def open(self) -> None:
         """Let steps begin again. Idempotent."""
         with self._lock:
-            self._closed, self._drained = False, None
+            self._closed, self._poller, self._drained = False, 0, None
             opened, self._opened = self._opened, Future()
         opened.set_result(None)

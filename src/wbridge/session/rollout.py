@@ -287,10 +287,9 @@ class Rollout:
             self._lockstep.coordinator_lost()
 
     async def end(self, error: WBridgeError) -> None:
-        self._ended = error
+        self._ended, self._engine = error, None
         if self._lockstep is not None:
             self._lockstep.close(str(error))
-        self._engine = None
         await self._worker.stop_epoch()
 
     @property
