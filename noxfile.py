@@ -28,15 +28,15 @@ def tests(session: nox.Session) -> None:
         run(session, "-m", "pytest", *session.posargs)
         return
     # Frameworks set process-wide state when imported, so each kind of test gets a process of its own.
-    run(session, "-m", "pytest", "-m", "not process and not backend and not gpu and not slow")
-    run(session, "-m", "pytest", "-m", "process and not backend and not gpu and not slow")
-    run(session, "-m", "pytest", "-m", "backend and not gpu and not slow")
+    run(session, "-m", "pytest", "-m", "not process and not backend and not gpu and not exhaustive")
+    run(session, "-m", "pytest", "-m", "process and not backend and not gpu and not exhaustive")
+    run(session, "-m", "pytest", "-m", "backend and not gpu and not exhaustive")
 
 
 @nox.session
 def explore(session: nox.Session) -> None:
     """Run the protocol's machines through all interleavings of the larger jobs: some twenty minutes."""
-    run(session, "-m", "pytest", "-m", "slow", *session.posargs)
+    run(session, "-m", "pytest", "-m", "exhaustive", *session.posargs)
 
 
 @nox.session

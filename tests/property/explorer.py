@@ -150,5 +150,5 @@ def walk(world: Any, choose: Callable[[int], int], *, num_steps: int, patience: 
 def case(*parts: Any, slow: bool = False, **options: Any) -> Any:
     """A row of `parametrize`: `parts`, then the options of a world as a dict; its name says them all."""
     name = ", ".join([*map(str, parts), *(f"{key}={value}" for key, value in options.items())])
-    marks = [pytest.mark.slow, pytest.mark.timeout(600)] if slow else []
+    marks = [pytest.mark.exhaustive, pytest.mark.timeout(600)] if slow else []
     return pytest.param(*parts, options, id=name, marks=marks)
