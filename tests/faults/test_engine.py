@@ -210,3 +210,23 @@ async def test_a_writer_survives_a_receiver_that_only_it_finds_lost(tmp_path: Pa
             assert job.rollouts[0].holds(version)
             assert delivery.outcomes["engine-0"] in ("landed", "applied")
             await delivery.abort()
+
+
+async def test_a_lost_receiver_that_answers_no_flush_frees_the_source(tmp_path: Path) -> None:
+    """Closing its endpoint takes bounded time and proves as much; the live weights are not kept for it."""
+    engines = {"engine-0": 1, "engine-1": 1}
+    async with running(tmp_path, "receiver_overlap", num_trainers=1, engines=engines) as job:
+        endpoint = job.senders[0]._trainer._epoch.engine._mailers["rollout/engine-1[0]"]._endpoint
+
+        async def hang(*_: object) -> None:
+            await anyio.sleep_forever()
+
+        async def close() -> None:
+            return
+
+        endpoint.put, endpoint.flush, endpoint.aclose = hang, hang, close
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(job.send, 1)
+            await job.take(0)
+            await job.receivers[1].aclose()
+        assert job.rollouts[0].holds(1)
