@@ -261,9 +261,7 @@ def test_engines_keep_serving_when_the_trainer_is_killed(mode: str, tmp_path: Pa
     config = settings(mode, 2, transport="auto")
     with (
         process(LONE_TRAINER, url, mode) as trainer,
-        wbridge.sync.ReceiverAdapter(
-            rollouts[0].target, rendezvous=url, config=config, hooks=hooks
-        ) as first,
+        wbridge.sync.ReceiverAdapter(rollouts[0].target, rendezvous=url, config=config, hooks=hooks) as first,
         wbridge.sync.ReceiverAdapter(rollouts[1].target, rendezvous=url, config=config) as second,
     ):
         together(first.connect, second.connect)

@@ -24,7 +24,6 @@ async def test_both_workers_apply_at_the_same_poll(mode: str, tmp_path: Path) ->
     taken: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
 
     async with running(tmp_path, mode, engines=ENGINE) as job:
-
         num_polls, changed = [0, 0], anyio.Condition()
 
         async def step(index: int) -> None:
@@ -56,7 +55,6 @@ async def test_both_workers_apply_at_the_same_poll(mode: str, tmp_path: Path) ->
 
 def test_both_workers_apply_at_the_same_poll_in_threads(tmp_path: Path) -> None:
     with running_sync(tmp_path, "receiver_overlap", engines=ENGINE) as job:
-
         num_polls, changed = [0, 0], threading.Condition()
 
         def roll(index: int) -> list[int]:
@@ -76,9 +74,7 @@ def test_both_workers_apply_at_the_same_poll_in_threads(tmp_path: Path) -> None:
                 job.senders[index].send_weights(version).applied()
             return []
 
-        _, _, first, second = together(
-            lambda: train(0), lambda: train(1), lambda: roll(0), lambda: roll(1)
-        )
+        _, _, first, second = together(lambda: train(0), lambda: train(1), lambda: roll(0), lambda: roll(1))
         assert first == second
         assert len(first) == 3
         assert job.holds(3)
