@@ -208,5 +208,5 @@ def test_the_device_is_chosen_by_where_the_parameters_live() -> None:
     with pytest.raises(ConfigError, match="'xpu'"):
         open_device("xpu")
     if not torch.cuda.is_available():
-        with pytest.raises(NativeUnavailable, match="pip install wbridge"):
+        with pytest.raises(NativeUnavailable, match="visible GPU"):
             open_device("cuda")
