@@ -19,8 +19,6 @@ from wbridge.flow.actions import (
     Leave,
     PollFails,
     RunBeforeApply,
-    Separated,
-    StartGrantTimer,
     StartHoldTimer,
     ToCoordinator,
     ToLeader,
@@ -75,21 +73,18 @@ class LockstepWorld:
         leader_dies: bool = False,
         aborts: int = 0,
         slow_apply: bool = False,
+        brisk: bool = False,
         leader: type[Leader] = Leader,
         follower: type[Follower] = Follower,
     ) -> None:
         self.depends = depends
         self.direct = direct
+        self.brisk = brisk  # a step and its poll are one: the moments inside are not looked at
         self.slow_hooks = refusals > 0
         self.slow_apply = slow_apply or direct or deaths > 0
         self.leader_dies = leader_dies
-        self.budget = {
-            "timeout": timeouts,
-            "refusal": refusals,
-            "cancel": cancels,
-            "death": deaths,
-            "abort": aborts,
-        }
+        self.budget = {"timeout": timeouts, "refusal": refusals, "cancel": cancels, "death": deaths}
+        self.budget["abort"] = aborts
         self.workers = [Worker(follower) for _ in range(num_workers)]
         self.down: list[list[Any]] = [[] for _ in self.workers]
         self.up: list[list[Any]] = [[] for _ in self.workers]
@@ -134,7 +129,10 @@ class LockstepWorld:
 
     def worker_steps(self, i: int, worker: Worker) -> Iterator[tuple[Any, ...]]:
         step = worker.follower.counter + 1
-        if worker.phase == "between":
+        if worker.phase == "between" and self.brisk:
+            if can_finish(self.workers, self.depends, i):
+                yield f"worker {i}: a step and a poll", "step_and_poll", i
+        elif worker.phase == "between":
             yield f"worker {i}: begins step {step} (v{worker.version})", "enter", i
         elif worker.phase == "stepping" and can_finish(self.workers, self.depends, i):
             yield f"worker {i}: ends step {step}, counts poll {step}", "count", i
@@ -190,6 +188,13 @@ class LockstepWorld:
     def run_poll(self, i: int) -> None:
         self.workers[i].phase = "waiting"
         self.follow(i, self.workers[i].follower.poll())
+
+    def step_and_poll(self, i: int) -> None:
+        self.enter(i)
+        self.count(i)
+        self.read_flag(i)
+        if self.workers[i].phase == "handed":
+            self.run_poll(i)
 
     def cancel(self, i: int) -> None:
         self.budget["cancel"] -= 1
@@ -301,10 +306,8 @@ class LockstepWorld:
             elif isinstance(action, EngineBroken):
                 self.leader_lives = False
                 self.to_all(CLOSED)
-            elif isinstance(action, Separated):
-                self.separated()
-            elif isinstance(action, StartGrantTimer):
-                self.grant_timer(action.ticket)
+            else:
+                self.outlive(action)
 
     def to_all(self, message: Any) -> None:
         for worker, channel in zip(self.workers, self.down, strict=True):
@@ -348,11 +351,8 @@ class LockstepWorld:
         self.budget["abort"] -= 1
         self.lead(self.leader.ticket_aborted(TicketAborted(self.open, ("e",), "test")))
 
-    def separated(self) -> None:
-        raise AssertionError("not in this model")
-
-    def grant_timer(self, ticket: int) -> None:
-        raise AssertionError("not in this model")
+    def outlive(self, action: Any) -> None:
+        raise AssertionError(f"{action} without a loss of the coordinator")
 
     # Judgement -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.property.lockstep_model import FOLLOW, LockstepWorld
-from tests.property.stepping import can_finish
+from wbridge.flow.actions import Separated, StartGrantTimer
 from wbridge.flow.messages import Announced, Finished, Landed, OfferRefused, Serve, WithdrawOffer
 
 LOST = "coordinator lost"
@@ -26,7 +26,7 @@ class LossWorld(LockstepWorld):
         self.trainer_incarnation = 1
         self.incarnation = 1  # the engine's
         self.timer = 0
-        super().__init__(**options)
+        super().__init__(brisk=True, **options)
 
     def coordinator_steps(self) -> Iterator[tuple[Any, ...]]:
         if self.coordinator == "first":
@@ -60,23 +60,13 @@ class LossWorld(LockstepWorld):
             yield "coordinator: refuses", "refuse_offer"
 
     def worker_steps(self, i: int, worker: Any) -> Iterator[tuple[Any, ...]]:
-        if worker.phase == "between" and can_finish(self.workers, self.depends, i):
-            yield f"worker {i}: a step and a poll", "step_and_poll", i
         moving = self.trainer == "has" and self.trainer_incarnation == self.incarnation
         for step in super().worker_steps(i, worker):
-            if step[1] != "enter" and (step[1] != "arrive" or moving):
+            if step[1] != "arrive" or moving:
                 yield step
         grant = self.leader._grant
         if i == 0 and moving and not self.direct and grant is not None and not self.leader._landed:
             yield "the bytes land", "land_all"
-
-    def step_and_poll(self, i: int) -> None:
-        """In one go; the moments inside are the lockstep model's matter."""
-        self.enter(i)
-        self.count(i)
-        self.read_flag(i)
-        if self.workers[i].phase == "handed":
-            self.run_poll(i)
 
     def grant(self) -> None:
         self.asked = False
@@ -116,9 +106,6 @@ class LossWorld(LockstepWorld):
         ticket, self.timer = self.timer, 0
         self.lead(self.leader.grant_timed_out(ticket))
 
-    def grant_timer(self, ticket: int) -> None:
-        self.timer = ticket
-
     def tell_leader(self) -> None:
         message = self.to_leader.pop(0)
         if message == LOST:
@@ -131,7 +118,11 @@ class LossWorld(LockstepWorld):
         else:
             self.lead(self.leader.refused(message))
 
-    def separated(self) -> None:
+    def outlive(self, action: Any) -> None:
+        if isinstance(action, StartGrantTimer):
+            self.timer = action.ticket
+            return
+        assert isinstance(action, Separated)
         self.incarnation = 2
         self.to_all(FOLLOW)
         self.begin()
