@@ -30,9 +30,9 @@ class Publication:
         self.outcomes: Outcomes = {}
         self.error: WBridgeError | None = None
         """Why it ended everywhere, or why the send that waits for it must raise."""
-        self.answered = anyio.Event()
+        self.answered: anyio.Event = anyio.Event()
         """The coordinator has said what a cancelled call has become."""
-        self.released = anyio.Event()
+        self.released: anyio.Event = anyio.Event()
         """The weights may change again, or the send must raise `error`."""
         self._open = set(engines)
         self._unsettled = set(engines)
