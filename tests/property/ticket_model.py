@@ -28,8 +28,51 @@ from wbridge.flow.messages import (
     Waiting,
     WithdrawCall,
 )
-from wbridge.flow.outgoing import Snapshots
 from wbridge.flow.tickets import Tickets
+
+
+class Snapshots:
+    """Which of a trainer's snapshots are held, by which send. A direct source is one snapshot."""
+
+    def __init__(self, num: int) -> None:
+        self._calls: list[int | None] = [None] * num
+        self._tickets: dict[int, int] = {}  # ticket -> call
+
+    @property
+    def has_free(self) -> bool:
+        return None in self._calls
+
+    def holds(self, call: int) -> bool:
+        """Some snapshot holds the source of `call`."""
+        return call in self._calls
+
+    def take(self, call: int) -> int | None:
+        """Hold a free snapshot for `call` and return its index; None if there is none."""
+        if None not in self._calls:
+            return None
+        index = self._calls.index(None)
+        self._calls[index] = call
+        return index
+
+    def announced(self, call: int, ticket: int) -> int | None:
+        """The call has become a ticket; return its snapshot."""
+        if call not in self._calls:
+            return None
+        self._tickets[ticket] = call
+        return self._calls.index(call)
+
+    def free(self, ticket: int) -> int | None:
+        """`FreeSource` came for this ticket; return the snapshot that is free now."""
+        call = self._tickets.pop(ticket, None)
+        return None if call is None else self.free_call(call)
+
+    def free_call(self, call: int) -> int | None:
+        """The call was aborted before it was announced, and nothing is being copied into its snapshot."""
+        if call not in self._calls:
+            return None
+        index = self._calls.index(call)
+        self._calls[index] = None
+        return index
 
 
 class Rank:

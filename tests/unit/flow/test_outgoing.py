@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wbridge.flow.actions import CancelPut, Flush, FreeSource, SendStopped, StartPut
-from wbridge.flow.outgoing import Outgoing, Snapshots
+from wbridge.flow.outgoing import Outgoing
 
 
 def granted(*pieces: tuple[int, int]) -> Outgoing:
@@ -110,17 +110,3 @@ def test_retired_with_a_piece_never_credited_says_stopped() -> None:
     machine = granted((0, 0))
     assert machine.retired(1) == [Flush("r", 1, -1)]
     assert machine.flushed("r", 1, -1) == [SendStopped("r", 1, -1), FreeSource(1)]
-
-
-def test_snapshots_are_held_from_the_call_to_the_free_source() -> None:
-    snapshots = Snapshots(2)
-    assert snapshots.take(1) == 0
-    assert snapshots.take(2) == 1
-    assert snapshots.take(3) is None
-    assert snapshots.announced(2, 7) == 1
-    assert snapshots.free(7) == 1
-    assert snapshots.free(7) is None
-    assert snapshots.take(3) == 1
-    assert snapshots.free_call(1) == 0
-    assert snapshots.has_free
-    assert snapshots.holds(3)
