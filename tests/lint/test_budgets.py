@@ -28,6 +28,7 @@ DEPENDS_ON_THE_MODE = (
 )
 MODE_MAY_BE_READ_IN = (
     "config.py",  # says what a mode means
+    "control/planning.py",  # checks that rings are large enough
     "control/publishing.py",  # builds the tickets of an epoch
     "engine/lockstep.py",  # builds the leader of an engine
     "session/contexts.py",  # builds the staging of an epoch

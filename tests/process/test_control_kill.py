@@ -65,7 +65,7 @@ def process(script: str, argument: str) -> Iterator[subprocess.Popen[bytes]]:
 
 async def connect(place: FileRendezvous) -> tuple[Connection, Welcome]:
     return await connect_coordinator(
-        place, trainer(), Config(connect_timeout_s=30.0), explicit={}, host="host", process_token="token"
+        place, trainer(), Config(connect_timeout_s=30.0), explicit={}, host="host", adapter_token="token"
     )
 
 

@@ -30,14 +30,14 @@ async def connect_coordinator(
     *,
     explicit: Explicit,
     host: str,
-    process_token: str,
+    adapter_token: str,
     secret: bytes = b"",
     committed: Committed | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> tuple[Connection, Welcome]:
     """Connect and be admitted, with capped back-off while no coordinator is there.
 
-    `host` and `process_token` are this worker's host identity and a text that no other process has;
+    `host` and `adapter_token` are this worker's host identity and a text that no other adapter has;
     `committed` is what it still holds from before. Cancelled: nothing stays open.
 
     Raises:
@@ -47,7 +47,7 @@ async def connect_coordinator(
         ConfigError: the rendezvous cannot be used, or the coordinator refuses this worker: its identity is
             taken, or a job-wide setting differs.
     """
-    hello = Hello(worker, host, process_token, explicit, committed)
+    hello = Hello(worker, host, adapter_token, explicit, committed)
 
     async def admit(connection: Connection) -> tuple[Connection, Welcome]:
         await connection.send(hello)

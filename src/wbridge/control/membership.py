@@ -64,7 +64,7 @@ class Membership:
         """
         worker = member.worker
         holder = self._members.get(worker)
-        if holder is not None and holder.hello.process_token != member.hello.process_token:
+        if holder is not None and holder.hello.adapter_token != member.hello.adapter_token:
             raise ConfigError(
                 f"{worker} is claimed twice: by {holder} and by {member};"
                 " give every process its own group and mesh coordinate"

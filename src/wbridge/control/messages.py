@@ -86,7 +86,7 @@ class Hello(_Frame, frozen=True):
 
     worker: WorkerId
     host: str
-    process_token: str
+    adapter_token: str
     explicit: dict[str, tuple[Value, str]]
     committed: Committed | None = None
 
@@ -118,7 +118,7 @@ class Peer(msgspec.Struct, frozen=True):
     worker: WorkerId
     transport_address: bytes
     host: str
-    process_token: str
+    adapter_token: str
     lockstep_address: str
 
 

@@ -12,7 +12,7 @@ from wbridge.config import Config
 from wbridge.control.messages import EpochStart, Peer
 from wbridge.device.base import Device
 from wbridge.engine.context import ReceiverContext, SenderContext
-from wbridge.errors import ConfigError, ProtocolError
+from wbridge.errors import ProtocolError
 from wbridge.ids import WorkerId
 from wbridge.plan.schedule import ring_slots
 from wbridge.plan.types import WorkerPlan
@@ -88,12 +88,6 @@ def _receiver_staging(config: Config, device: Device, tensors: Tensors, plan: Wo
     policy = config.mode.receiver_staging
     receiver = DirectReceiver if policy == "direct" else PinnedReceiver
     num_slots = ring_slots(config, len(plan.incoming), policy)
-    if policy == "pinned" and num_slots < len(plan.incoming):
-        raise ConfigError(
-            f"{plan.worker}: num_slots = {num_slots}, but a version takes {len(plan.incoming)} slots of"
-            f" {config.slot_nbytes} bytes here, and with pinned staging it lands whole before it is applied;"
-            " set num_slots = 0 (a whole version), raise slot_nbytes, or use direct receiver staging"
-        )
     return receiver(device, tensors, plan.incoming, num_slots=num_slots)
 
 

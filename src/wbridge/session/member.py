@@ -56,7 +56,7 @@ class Job(msgspec.Struct, frozen=True):
     origins: dict[str, str]
     secret: bytes
     host: str
-    process_token: str
+    adapter_token: str
 
 
 class Addresses(msgspec.Struct, frozen=True):
@@ -229,7 +229,7 @@ class Member:
                     msgspec.structs.replace(job.config, connect_timeout_s=self._connect_timeout_s),
                     explicit=explicit_settings(job.config, job.origins),
                     host=job.host,
-                    process_token=job.process_token,
+                    adapter_token=job.adapter_token,
                     secret=job.secret,
                     committed=self._role.committed,
                 )

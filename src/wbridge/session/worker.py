@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
@@ -62,7 +63,7 @@ def load_job(
         origins=origins,
         secret=secret.encode() if secret is not None else settings.load_secret(os.environ),
         host=host_identity(loaded.host),
-        process_token=process_token(),
+        adapter_token=f"{process_token()}/{secrets.token_hex(8)}",
     )
 
 
@@ -171,9 +172,7 @@ class Worker:
         """Open the transports for as long as `tasks` runs, and hand what arrives to `deliver`."""
 
         async def serve(*, task_status: anyio.abc.TaskStatus[None]) -> None:
-            async with open_transports(
-                config, self.job.process_token, name=str(self.job.worker)
-            ) as transports:
+            async with open_transports(config, process_token(), name=str(self.job.worker)) as transports:
                 self._transports = transports
                 task_status.started()
                 async for message in transports.inbox:

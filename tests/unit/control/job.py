@@ -94,7 +94,7 @@ class Worker:
             self.config,
             explicit=explicit_settings(self.config, self.origins),
             host=self.host,
-            process_token=self.token,
+            adapter_token=self.token,
             secret=SECRET,
             committed=self.committed,
         )

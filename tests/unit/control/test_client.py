@@ -26,7 +26,7 @@ async def connect(place: Rendezvous, secret: bytes = b"", limit_s: float = 5.0) 
         Config(connect_timeout_s=limit_s),
         explicit={},
         host="host",
-        process_token="token",
+        adapter_token="token",
         secret=secret,
     )
     await connection.aclose()

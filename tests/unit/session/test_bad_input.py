@@ -247,11 +247,12 @@ async def test_a_pinned_ring_too_small_for_a_version_is_refused(tmp_path: Path) 
         tmp_path,
         [Trainer().source],
         [Rollout().target],
-        config={"mode": "async", "num_slots": 2, "connect_timeout_s": 1.0},
+        config={"mode": "async", "num_slots": 2},
     )
-    error = errors["rollout/engine-0[0]"]
-    assert isinstance(error, ConfigError)
-    assert "num_slots = 2" in str(error) and "num_slots = 0" in str(error)
+    assert errors.keys() == {"trainer/trainer[0]", "rollout/engine-0[0]"}
+    for error in errors.values():
+        assert isinstance(error, ConfigError)
+        assert "num_slots = 2" in str(error) and "num_slots = 0" in str(error)
 
 
 @pytest.mark.parametrize("mode", ["sync", "sender_overlap"])
@@ -260,6 +261,19 @@ async def test_a_direct_ring_may_be_as_small_as_one_slot(mode: str, tmp_path: Pa
         for version in (1, 2):
             await job.update(version)
             assert job.holds(version)
+
+
+async def test_an_identity_taken_by_another_adapter_of_this_process_is_refused(tmp_path: Path) -> None:
+    targets = [
+        Rollout("engine-0", 0, 2).target,
+        Rollout("engine-0", 1, 2).target,
+        Rollout("engine-0", 1, 2).target,
+    ]
+    config = {"connect_timeout_s": 1.0}
+    errors = await refusals(tmp_path, [Trainer().source], targets, config=config)
+    error = errors["rollout/engine-0[1]"]
+    assert isinstance(error, ConfigError)
+    assert "claimed twice" in str(error) and "own group and mesh coordinate" in str(error)
 
 
 class Bomb:
