@@ -7,7 +7,8 @@ waits on wall time, except that a lost answer ends in `TimeoutError` instead of 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
+from itertools import permutations
 from typing import Final, NamedTuple, TypeAlias
 
 import anyio
@@ -17,6 +18,8 @@ from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
 from wbridge.transport.base import Endpoint, RemoteSlot, Transport
 
 DEADLINE_S: Final = 30.0
+_CLOSE_DEADLINE_S: Final = 5.0
+"""Less than the time that a transport allows for closing: with a live peer it never takes that long."""
 _LARGE_NBYTES: Final = 64 * 2**20
 _SIZES: Final = (1, 64, 4096, 4097, 100_000, 600_000)
 
@@ -253,6 +256,42 @@ async def check_a_closed_transport_raises(open_pair: OpenPair) -> None:
         await _raises(anyio.EndOfStream, pair.sender.inbox.receive)
 
 
+async def check_both_ends_close_at_the_same_time(open_pair: OpenPair) -> None:
+    """In every order, and with puts running both ways: each end settles what the other waits for."""
+    for k, order in enumerate(permutations(range(4))):
+        async with open_pair() as pair:
+            there = await pair.connect()
+            back = await pair.receiver.connect(pair.sender.address, pair.sender.name)
+            closings = (there.aclose, there.flush, pair.sender.aclose, pair.receiver.aclose)
+            with anyio.fail_after(_CLOSE_DEADLINE_S):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_put_until_over, there, pair.receiver)
+                    tasks.start_soon(_put_until_over, back, pair.sender)
+                    for _ in range(k % 3):
+                        await anyio.lowlevel.checkpoint()
+                    for index in order:
+                        tasks.start_soon(closings[index])
+
+
+async def check_a_closed_endpoint_is_still(open_pair: OpenPair) -> None:
+    """Every call of `aclose` returns when all is still, also one that finds another closing."""
+    async with open_pair() as pair:
+        with anyio.fail_after(_CLOSE_DEADLINE_S):
+            for nbytes in (64, 8 * 2**20):
+                endpoint = await pair.connect()
+                slot, source = bytearray(nbytes), bytearray(b"\1") * nbytes
+                remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_put_until_closed, endpoint, source, remote)
+                    await anyio.lowlevel.checkpoint()
+                    for _ in range(2):
+                        tasks.start_soon(_close_and_overwrite, endpoint, source)
+                assert await pair.receiver.withdraw(remote)
+                assert 2 not in slot, "the source was read after aclose"
+                await endpoint.flush()
+
+
 async def check_counters_count_what_was_sent(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
@@ -296,6 +335,24 @@ async def _put_and_cancel(
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
     return returned
+
+
+async def _put_until_closed(endpoint: Endpoint, source: bytearray, remote: RemoteSlot) -> None:
+    with suppress(EndpointClosed):
+        await endpoint.put(memoryview(source), remote, b"put")
+
+
+async def _close_and_overwrite(endpoint: Endpoint, source: bytearray) -> None:
+    await endpoint.aclose()
+    source[:] = b"\2" * len(source)
+
+
+async def _put_until_over(endpoint: Endpoint, receiver: Transport) -> None:
+    """Put once and again until one of the two is closed."""
+    with suppress(PeerLost, EndpointClosed):
+        while True:
+            remote = receiver.expose(memoryview(bytearray(_SIZES[-1])), "sender")
+            await endpoint.put(memoryview(bytearray(_SIZES[-1])), remote, b"put")
 
 
 async def _raises(kind: type[Exception], call: Callable[[], Awaitable[object]]) -> None:

@@ -69,7 +69,9 @@ class UcxxEndpoint:
         self._num_flushes = 0
         self._answered = anyio.Event()
         self._lost = False
-        self._closed = False
+        self._closing = False
+        self._silent = False
+        self._closed = anyio.Event()
 
     @property
     def peer(self) -> str:
@@ -80,11 +82,14 @@ class UcxxEndpoint:
 
         Raises:
             PeerLost: it ended first.
+            EndpointClosed: this side closed it first.
         """
         self._send(hello)
         await self._answered.wait()
         if self._lost:
             raise self._lost_error()
+        if self._closing:
+            raise self._closed_error()
 
     async def put(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:
         """See `Endpoint.put`. A put into a withdrawn slot writes nothing and notifies nobody."""
@@ -109,30 +114,35 @@ class UcxxEndpoint:
             self._counters.add_message()
 
     async def flush(self) -> None:
-        """See `Endpoint.flush`. Returns at once if the peer is gone."""
-        for transfer in list(self._transfers):
-            await transfer.stopped.wait()
-        if self._lost:
-            return
-        self._num_flushes += 1
-        number = self._num_flushes
-        answered = self._flushes[number] = anyio.Event()
-        try:
-            self._send(Flush(self.connection, number))
-            await answered.wait()
-        finally:
-            del self._flushes[number]
+        """See `Endpoint.flush`. Returns at once if the peer is gone, or the endpoint closed."""
+        if not self._lost and not self._closed.is_set():
+            for transfer in list(self._transfers):
+                await transfer.stopped.wait()
+        if not self._lost and not self._closed.is_set():
+            await self._ask_to_flush()
+        if self._silent:
+            raise EndpointClosed(
+                f"{self._peer} did not answer while the endpoint was closed: it may still read what was being put"
+            )
 
     async def aclose(self) -> None:
         """End running calls and flush within the time allowed for closing. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._operations.end(self._closed_error)
+        with anyio.CancelScope(shield=True):
+            if self._closing:
+                await self._closed.wait()  # a transport that closes its worker now would strand the flush
+                return
+            self._closing = True
+            self._operations.end(self._closed_error)
+            has_opened = self._answered.is_set()
+            self._answered.set()
+            if has_opened and not self._lost:
+                with anyio.move_on_after(self._close_timeout_s) as flushing:
+                    await self.flush()
+                self._silent = flushing.cancelled_caught and not self._lost
         if not self._lost:
-            with anyio.move_on_after(self._close_timeout_s, shield=True):
-                await self.flush()
             self._send(Bye(self.connection))
+        self._closed.set()
+        self._settle()
         self._forget()
 
     def on_frame(self, frame: Frame) -> None:
@@ -155,6 +165,20 @@ class UcxxEndpoint:
         self._lost = True
         self._operations.end(self._lost_error)
         self._answered.set()
+        self._settle()
+
+    async def _ask_to_flush(self) -> None:
+        self._num_flushes += 1
+        number = self._num_flushes
+        answered = self._flushes[number] = anyio.Event()
+        try:
+            self._send(Flush(self.connection, number))
+            await answered.wait()
+        finally:
+            del self._flushes[number]
+
+    def _settle(self) -> None:
+        """Nothing more comes from the peer: let go on who waits for it."""
         for answered in self._flushes.values():
             answered.set()
         for transfer in self._transfers:

@@ -195,7 +195,8 @@ class UcxWorker:
         ending = [own.ucx.tag_send(self._arr.Array(b""), self._lib.UCXXTag(tag)) for tag in tags]
         for _ in range(_CLOSE_ROUNDS):
             self._worker.progress()
-            if all(request.completed for request in [*ending, *(request for request, _ in self._frames)]):
+            sending = [transfer.request for transfer in self._transfers.values()]  # a goodbye is one of them
+            if all(request.completed for request in [*ending, *sending, *(r for r, _ in self._frames)]):
                 break
         transfers, self._transfers = self._transfers, {}
         for transfer in transfers.values():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
+import anyio
 import msgspec
 
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
@@ -66,6 +67,7 @@ class UcxxTransport:
         self._outgoing: dict[int, UcxxEndpoint] = {}
         self._incoming: dict[int, Incoming] = {}
         self._worker: UcxWorker | None = None
+        self._closing = False
 
     async def __aenter__(self) -> Self:
         self._lifeline = Lifeline()
@@ -137,20 +139,23 @@ class UcxxTransport:
         worker = self._worker
         if worker is None:
             return
-        for endpoint in list(self._outgoing.values()):
-            await endpoint.aclose()
+        self._closing = True
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                for endpoint in list(self._outgoing.values()):
+                    tasks.start_soon(endpoint.aclose)
         incoming_ones = list(self._incoming.values())
         for incoming in incoming_ones:
             incoming.close()
         self._inbox.close()
         self._lifeline.close()
-        self._worker = None
         worker.close()
+        self._worker = None
         for incoming in incoming_ones:
             incoming.die()
 
     def _open_worker(self) -> UcxWorker:
-        if self._worker is None:
+        if self._worker is None or self._closing:
             raise EndpointClosed(f"{self._name}: the ucxx transport is closed; open a new one")
         return self._worker
 
@@ -169,7 +174,10 @@ class UcxxTransport:
             _logger.warning("frame dropped", extra={"transport": self._name, "reason": str(exc)})
 
     def _accept(self, hello: Hello) -> None:
-        worker, remote = self._open_worker(), hello.address
+        """Open the other side of a connection; one that comes while this side closes hears so at once."""
+        worker, remote = self._worker, hello.address
+        if worker is None:
+            return
         same_host = remote.host == self._host
         route = worker.open_route(remote.worker, None if same_host else lambda: incoming.lose())
         incoming = Incoming(
@@ -180,6 +188,9 @@ class UcxxTransport:
             exposures=self._exposures,
             forget=lambda: self._drop(incoming),
         )
+        if self._closing:
+            incoming.close()
+            return
         if same_host:
             self._lifeline.watch(remote.process, incoming.die)
         self._incoming[hello.connection] = incoming
