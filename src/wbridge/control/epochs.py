@@ -168,10 +168,17 @@ class Epochs:
             _log.info("still waiting for members", extra={"missing": self.missing()})
 
     def _expire_waiting(self) -> None:
-        now_s, missing = anyio.current_time(), self.missing()
-        for member in self._waiting():
-            if self._since_s(member) + joined_of(member).patience_s <= now_s:
-                self.reject(member, BarrierTimeout(_late_text(member, missing), missing))
+        now_s, missing, waiting = anyio.current_time(), self.missing(), self._waiting()
+        late = [m for m in waiting if self._since_s(m) + joined_of(m).patience_s <= now_s]
+        trainer = next((m for m in late if m.worker.role == "trainer"), None)
+        if trainer is not None and self._live is None:
+            # Without it nothing can start, and it may be the one that runs this coordinator.
+            error = BarrierTimeout(_late_text(trainer, missing), missing)
+            for member in waiting:
+                self.reject(member, error)
+            return
+        for member in late:
+            self.reject(member, BarrierTimeout(_late_text(member, missing), missing))
 
     async def _plan(self, roster: Roster) -> Slices | None:
         """Plan in a worker thread while an old epoch keeps serving. None: the newcomers were rejected."""

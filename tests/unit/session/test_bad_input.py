@@ -159,12 +159,16 @@ async def test_two_modes_in_one_job_are_refused_with_both_origins(tmp_path: Path
     assert text in str(error)
 
 
-async def test_a_peer_that_never_comes_is_named_by_its_coordinate(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("trainer_s", "rollout_s"), [(1.0, 0.5), (0.5, PATIENCE_S)])
+async def test_a_peer_that_never_comes_is_named_by_its_coordinate(
+    trainer_s: float, rollout_s: float, tmp_path: Path
+) -> None:
+    """Also when the trainer that runs the coordinator gives up first."""
     errors = await refusals(
         tmp_path,
         [Trainer(0, 2).source],
         [Rollout("engine-0", 1, 2).target],
-        ours=lambda worker: {"connect_timeout_s": 1.0 if worker.role == "trainer" else 0.5},
+        ours=lambda worker: {"connect_timeout_s": trainer_s if worker.role == "trainer" else rollout_s},
     )
     assert set(errors) == {"rollout/engine-0[1]", "trainer/trainer[0]"}
     for error in errors.values():
