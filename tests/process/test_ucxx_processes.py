@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import anyio
 import anyio.abc
 import pytest
 
-from wbridge.errors import PeerLost
+from wbridge.errors import EndpointClosed, PeerLost
 from wbridge.transport.base import Endpoint, RemoteSlot
 from wbridge.transport.ucxx import UcxxTransport
 
@@ -145,6 +145,32 @@ async def test_closing_is_bounded_when_the_peer_does_not_answer() -> None:
         with anyio.fail_after(5):
             await child.endpoint.aclose()
             await child.transport.aclose()
+
+
+async def test_closing_ends_what_waits_for_a_peer_that_does_not_answer() -> None:
+    """The peer lives, so that nothing proves its reading to be over: `flush` says so."""
+    async with open_child(close_timeout_s=0.05) as child:
+        remote = await child.expose(LARGE)
+        child.signal(signal.SIGSTOP)
+        ended = []
+
+        async def end(name: str, call: Callable[[], Awaitable[object]]) -> None:
+            with pytest.raises(EndpointClosed):
+                await call()
+            ended.append(name)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(end, "put", lambda: child.endpoint.put(memoryview(bytes(LARGE)), remote, b"put"))
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(end, "flush", child.endpoint.flush)
+            tasks.start_soon(end, "connect", lambda: child.transport.connect(child.address, "child"))
+            await anyio.wait_all_tasks_blocked()
+            assert ended == []
+            with anyio.fail_after(5):
+                await child.transport.aclose()
+        assert sorted(ended) == ["connect", "flush", "put"]
+        with pytest.raises(EndpointClosed, match="may still read"):
+            await child.endpoint.flush()
 
 
 async def test_closing_leaves_no_descriptor_and_no_thread() -> None:

@@ -273,6 +273,18 @@ async def check_both_ends_close_at_the_same_time(open_pair: OpenPair) -> None:
                         tasks.start_soon(closings[index])
 
 
+async def check_connecting_to_a_closing_peer_ends(open_pair: OpenPair) -> None:
+    """Whether it succeeds is a matter of order, but it never hangs."""
+    for num_passes in range(6):
+        async with open_pair() as pair:
+            with anyio.fail_after(_CLOSE_DEADLINE_S):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_connect_if_open, pair)
+                    for _ in range(num_passes):
+                        await anyio.lowlevel.checkpoint()
+                    tasks.start_soon(pair.receiver.aclose)
+
+
 async def check_a_closed_endpoint_is_still(open_pair: OpenPair) -> None:
     """Every call of `aclose` returns when all is still, also one that finds another closing."""
     async with open_pair() as pair:
@@ -335,6 +347,11 @@ async def _put_and_cancel(
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
     return returned
+
+
+async def _connect_if_open(pair: Pair) -> None:
+    with suppress(PeerLost):
+        await pair.connect()
 
 
 async def _put_until_closed(endpoint: Endpoint, source: bytearray, remote: RemoteSlot) -> None:

@@ -51,11 +51,26 @@ class Endpoint(Protocol):
         ...
 
     async def flush(self) -> None:
-        """Return when no put of this endpoint, finished or cancelled, can touch memory on either side."""
+        """Return when no put of this endpoint, finished or cancelled, can touch memory on either side.
+
+        At once after `aclose`.
+
+        Raises:
+            EndpointClosed: `aclose` had to give up on the peer; see there what holds then.
+        """
         ...
 
     async def aclose(self) -> None:
-        """Stop and release; afterwards no put of this endpoint reads or writes memory. Idempotent."""
+        """Stop and release; afterwards no put of this endpoint reads or writes memory.
+
+        Running calls raise `EndpointClosed`. Idempotent: a call during another one returns with it.
+        Cancelled: goes on to its end, which takes bounded time.
+
+        A peer that lives and does not answer in that time is given up, and `flush` raises from then on.
+        Puts that had returned have let go of their `source`, and one that had not is never notified. But
+        the peer may still read the `source` of the latter, whatever it holds by then, and write it to the
+        slot, until it closes its transport or ends, even if this side has closed its own.
+        """
         ...
 
 

@@ -122,11 +122,12 @@ class UcxxEndpoint:
             await self._ask_to_flush()
         if self._silent:
             raise EndpointClosed(
-                f"{self._peer} did not answer while the endpoint was closed: it may still read what was being put"
+                f"{self._peer} did not answer while the endpoint closed, and may still read what was put; "
+                "keep that memory until the peer has ended"
             )
 
     async def aclose(self) -> None:
-        """End running calls and flush within the time allowed for closing. Idempotent."""
+        """See `Endpoint.aclose`. Cancelled: goes on, for the time allowed for closing at most."""
         with anyio.CancelScope(shield=True):
             if self._closing:
                 await self._closed.wait()  # a transport that closes its worker now would strand the flush
@@ -135,15 +136,17 @@ class UcxxEndpoint:
             self._operations.end(self._closed_error)
             has_opened = self._answered.is_set()
             self._answered.set()
-            if has_opened and not self._lost:
-                with anyio.move_on_after(self._close_timeout_s) as flushing:
-                    await self.flush()
-                self._silent = flushing.cancelled_caught and not self._lost
-        if not self._lost:
-            self._send(Bye(self.connection))
-        self._closed.set()
-        self._settle()
-        self._forget()
+            try:
+                if has_opened:
+                    with anyio.move_on_after(self._close_timeout_s) as flushing:
+                        await self.flush()
+                    self._silent = flushing.cancelled_caught and not self._lost
+                if not self._lost:
+                    self._send(Bye(self.connection))
+            finally:
+                self._closed.set()
+                self._settle()
+                self._forget()
 
     def on_frame(self, frame: Frame) -> None:
         match frame:
