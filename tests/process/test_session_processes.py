@@ -43,8 +43,7 @@ for mode in mode.split(","):
             for parameter in trainer.parameters.values():
                 parameter.fill_(-7.0)
             assert delivery.applied() == {"engine-0": "applied"}
-        sent_nbytes = sender.counters["put_nbytes"]
-    say(mode, sent_nbytes)
+        say(mode, sender.counters["put_nbytes"])  # and closes together with the rollout
 """
 
 ENGINE = """

@@ -69,7 +69,7 @@ class Endpoint(Protocol):
         A peer that lives and does not answer in that time is given up, and `flush` raises from then on.
         Puts that had returned have let go of their `source`, and one that had not is never notified. But
         the peer may still read the `source` of the latter, whatever it holds by then, and write it to the
-        slot, until it closes its transport or ends, even if this side has closed its own.
+        slot, until it closes its transport or ends. Closing this side's transport proves no end of that.
         """
         ...
 
