@@ -10,18 +10,15 @@ class SendStats(msgspec.Struct, frozen=True):
 
     stall_s: float
     """From the call to its return: the time the application could not compute."""
-    snapshot_s: float = 0.0
-    nbytes: int = 0
-    """Bytes this worker put for earlier calls since the last one, by the transport's own count."""
 
 
 class UpdateStats(msgspec.Struct, frozen=True):
-    """One applied update on one rollout worker, in seconds and bytes."""
+    """One applied update on one rollout worker. Seconds are wall time of the caller's wait."""
 
     stall_s: float
-    """From parking in the poll to leaving it."""
-    park_s: float = 0.0
-    """Of that, waiting for the other workers of the engine."""
-    apply_s: float = 0.0
-    """Of that, writing parameters (and, with direct staging, waiting for their bytes)."""
-    nbytes: int = 0
+    """From parking in the poll to leaving it; what a poll with `wait_s` slept before does not count."""
+    park_s: float
+    """Of that, until this worker was ready: meeting the others, `before_apply`, the last open steps."""
+    apply_s: float
+    """Of that, the rest: until all were ready, and until the parameters were written on all of them (with
+    direct staging also the transfer)."""

@@ -110,6 +110,7 @@ class Rollout:
         lockstep = self._lockstep
         assert lockstep is not None
         begun_s = parked_s = time.perf_counter()
+        slept = wait_s is not None and not lockstep.follower.flag
         refusal: BaseException | None = None
         asked = False
         instruction = yield from self._ask(functools.partial(lockstep.poll, wait_s))
@@ -117,6 +118,8 @@ class Rollout:
             match instruction:
                 case RunBeforeApply(hold):
                     asked = True
+                    if slept:  # the caller asked for that wait
+                        begun_s = time.perf_counter()
                     refusal = yield from self._before_apply(stream)
                     parked_s = time.perf_counter()
                     instruction = yield from self._ask(functools.partial(self._answer, hold, refusal))

@@ -49,7 +49,7 @@ def load_job(
     config: Config | Mapping[str, object] | None,
     secret: str | None,
 ) -> Job:
-    """Gather what is known before connecting, from arguments, environment and `WBRIDGE_CONFIG`.
+    """Gather what is known before connecting, from arguments and environment.
 
     Raises:
         ConfigError: a setting or the rendezvous is wrong; names it.

@@ -173,3 +173,19 @@ async def test_a_poll_before_connect_says_so(tmp_path: Path) -> None:
     with pytest.raises(EndpointClosed, match="connect"):
         await receiver.poll_requests()
     await receiver.aclose()
+
+
+async def test_sleeping_until_an_update_is_no_stall(tmp_path: Path) -> None:
+    async with running(tmp_path, "async", num_trainers=1, engines={"engine-0": 1}) as job:
+        updates: list[wbridge.Update] = []
+
+        async def wait() -> None:
+            updates.extend(await job.take(0))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            while not job.receivers[0]._rollout._lockstep.follower._waiting:
+                await anyio.lowlevel.checkpoint()
+            sent_s = time.perf_counter()
+            await job.send(1)
+        assert 0 < updates[0].stats.stall_s < time.perf_counter() - sent_s
