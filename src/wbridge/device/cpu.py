@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import random
 import threading
 from collections import deque
@@ -12,6 +11,7 @@ from typing import Final
 import torch
 
 from wbridge.device.base import Event, MemoryKind
+from wbridge.device.memory import HostMemory
 from wbridge.device.wakeup import Wakeup
 from wbridge.errors import EndpointClosed
 
@@ -39,8 +39,8 @@ class CpuDevice:
     def name(self) -> str:
         return "cpu"
 
-    def allocate(self, nbytes: int, kind: MemoryKind) -> CpuBuffer:
-        return CpuBuffer(nbytes, kind)
+    def allocate(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> CpuBuffer:
+        return CpuBuffer(nbytes, kind, shared=shared)
 
     def open_stream(self, name: str) -> CpuStream:
         """Start a stream with its own thread; `close` of the device ends it."""
@@ -70,15 +70,14 @@ class CpuDevice:
 
 
 class CpuBuffer:
-    """Page-aligned, zeroed, anonymous memory."""
+    """Host memory."""
 
-    def __init__(self, nbytes: int, kind: MemoryKind) -> None:
+    def __init__(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> None:
         self._nbytes = nbytes
         self._kind = kind
-        # Neither mmap nor torch.frombuffer accepts an empty buffer.
-        self._memory = mmap.mmap(-1, nbytes) if nbytes else None
-        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8) if self._memory else _empty()
-        self._view = memoryview(self._memory) if self._memory else memoryview(bytearray())
+        self._memory = HostMemory(nbytes, shared=shared)
+        # torch.frombuffer accepts no empty buffer.
+        self._tensor = torch.frombuffer(self._memory.view, dtype=torch.uint8) if nbytes else _empty()
 
     @property
     def nbytes(self) -> int:
@@ -89,8 +88,12 @@ class CpuBuffer:
         return self._kind
 
     @property
+    def descriptor(self) -> int | None:
+        return self._memory.descriptor
+
+    @property
     def view(self) -> memoryview:
-        return self._view
+        return self._memory.view
 
     @property
     def tensor(self) -> torch.Tensor:

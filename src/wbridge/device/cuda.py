@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Final
 
@@ -9,6 +10,7 @@ import anyio
 import torch
 
 from wbridge.device.base import Event, MemoryKind
+from wbridge.device.memory import HostMemory
 from wbridge.errors import ConfigError, InternalError, NativeUnavailable
 
 _FIRST_POLL_S: Final = 50e-6
@@ -38,10 +40,12 @@ class CudaDevice:
     def name(self) -> str:
         return f"cuda:{self._index}"
 
-    def allocate(self, nbytes: int, kind: MemoryKind) -> CudaBuffer:
-        where = torch.device("cuda", self._index) if kind == "device" else torch.device("cpu")
-        memory = torch.zeros(nbytes, dtype=torch.uint8, device=where, pin_memory=kind == "pinned")
-        return CudaBuffer(memory, kind)
+    def allocate(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> CudaBuffer:
+        if kind == "device":
+            where = torch.device("cuda", self._index)
+            return CudaBuffer(torch.zeros(nbytes, dtype=torch.uint8, device=where), None)
+        memory = HostMemory(nbytes, shared=shared)
+        return CudaBuffer(_pin(memory) if nbytes else torch.empty(0, dtype=torch.uint8), memory)
 
     def open_stream(self, name: str) -> CudaStream:
         handle = torch.cuda.Stream(device=self._index)  # type: ignore[no-untyped-call]  # torch has no hints here
@@ -59,32 +63,45 @@ class CudaDevice:
 
 
 class CudaBuffer:
-    """Device memory, or page-locked host memory."""
+    """Device memory, or `host` memory that is page-locked."""
 
-    def __init__(self, memory: torch.Tensor, kind: MemoryKind) -> None:
-        self._memory = memory
-        self._kind = kind
+    def __init__(self, tensor: torch.Tensor, host: HostMemory | None) -> None:
+        self._tensor = tensor
+        self._host = host
 
     @property
     def nbytes(self) -> int:
-        return self._memory.numel()
+        return self._tensor.numel()
 
     @property
     def kind(self) -> MemoryKind:
-        return self._kind
+        return "device" if self._host is None else "pinned"
+
+    @property
+    def descriptor(self) -> int | None:
+        return None if self._host is None else self._host.descriptor
 
     @property
     def view(self) -> memoryview:
-        if self._kind == "device":
+        if self._host is None:
             raise NativeUnavailable(
                 "slots in GPU memory need the native transport; choose a mode with pinned receivers, "
                 "such as receiver_overlap or async"
             )
-        return self._memory.numpy().data
+        return self._host.view
 
     @property
     def tensor(self) -> torch.Tensor:
-        return self._memory
+        return self._tensor
+
+
+def _pin(memory: HostMemory) -> torch.Tensor:
+    """Page-lock host memory for as long as `memory` lives; return it as a tensor."""
+    tensor = torch.frombuffer(memory.view, dtype=torch.uint8)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints here
+    torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+    weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr())
+    return tensor
 
 
 class CudaStream:

@@ -1,0 +1,28 @@
+"""HostMemory: page-aligned host memory, private or shared between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+
+
+class HostMemory:
+    """Zeroed bytes whose pages are there when this returns. They live as long as an object that uses them."""
+
+    def __init__(self, nbytes: int, *, shared: bool) -> None:
+        self.descriptor: int | None = None
+        """Of shared memory: the memfd, which never shrinks, open as long as this object lives."""
+        visibility = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        if shared and nbytes:
+            self.descriptor = os.memfd_create("wbridge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            weakref.finalize(self, os.close, self.descriptor)
+            os.ftruncate(self.descriptor, nbytes)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            visibility = mmap.MAP_SHARED
+        if nbytes:
+            file = -1 if self.descriptor is None else self.descriptor
+            self.view: memoryview = memoryview(mmap.mmap(file, nbytes, flags=visibility | mmap.MAP_POPULATE))
+        else:  # mmap accepts no empty range
+            self.view = memoryview(bytearray())
