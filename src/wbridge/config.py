@@ -76,8 +76,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     # Of this worker alone.
     coordinator: Literal["embedded", "external"] = "embedded"
     """`embedded`: trainer rank 0 runs it; `external`: `wbridge coordinator` does."""
-    transport: Literal["auto", "loopback", "ucxx"] = "auto"
-    """`auto` is `loopback` inside one process, else `ucxx`."""
+    transport: Literal["auto", "loopback", "shared_memory", "ucxx"] = "auto"
+    """`auto` is `loopback` inside one process, `shared_memory` inside one host, else `ucxx`."""
     include: tuple[str, ...] = ()
     """Shell-style patterns of checkpoint tensors that are synchronised; empty means all."""
     allow_unfed: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from wbridge.testing.conformance import CHECKS, DEADLINE_S, OpenPair, Pair
 from wbridge.testing.faults import Faults, FaultyTransport
 from wbridge.transport.loopback import LoopbackTransport
 from wbridge.transport.select import open_transports
+from wbridge.transport.shared_memory import SharedMemoryTransport
 from wbridge.transport.ucxx import UcxxTransport
 
 pytestmark = pytest.mark.anyio
@@ -39,6 +40,12 @@ async def ucxx_between_hosts() -> AsyncIterator[Pair]:
 
 
 @asynccontextmanager
+async def shared_memory() -> AsyncIterator[Pair]:
+    async with SharedMemoryTransport("sender") as sender, SharedMemoryTransport("receiver") as receiver:
+        yield Pair(sender, receiver)
+
+
+@asynccontextmanager
 async def nearest() -> AsyncIterator[Pair]:
     config = Config(transport="loopback")
     async with (
@@ -59,7 +66,7 @@ async def faulty() -> AsyncIterator[Pair]:
         yield Pair(sender, receiver)
 
 
-@pytest.mark.parametrize("open_pair", [loopback, ucxx, ucxx_between_hosts, nearest, faulty])
+@pytest.mark.parametrize("open_pair", [loopback, shared_memory, ucxx, ucxx_between_hosts, nearest, faulty])
 @pytest.mark.parametrize("check", CHECKS)
 async def test_conforms(check: Callable[[OpenPair], Awaitable[None]], open_pair: OpenPair) -> None:
     with anyio.fail_after(DEADLINE_S):

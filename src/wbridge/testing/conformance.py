@@ -6,14 +6,15 @@ waits on wall time, except that a lost answer ends in `TimeoutError` instead of 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
-from itertools import permutations
+from itertools import accumulate, permutations
 from typing import Final, NamedTuple, TypeAlias
 
 import anyio
 import anyio.lowlevel
 
+from wbridge.device.cpu import CpuBuffer
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
 from wbridge.transport.base import Endpoint, RemoteSlot, Transport
 
@@ -39,6 +40,15 @@ class Pair(NamedTuple):
         return message.payload
 
 
+def _slots(receiver: Transport, sizes: Iterable[int]) -> list[memoryview]:
+    """Zeroed memory that `receiver` can expose."""
+    sizes = list(sizes)
+    buffer = CpuBuffer(sum(sizes), "pinned", shared=True)
+    receiver.register(buffer)
+    ends = list(accumulate(sizes))
+    return [buffer.view[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
+
+
 OpenPair: TypeAlias = Callable[[], AbstractAsyncContextManager[Pair]]
 """Opens two transports that can reach each other, and closes them."""
 
@@ -46,10 +56,10 @@ OpenPair: TypeAlias = Callable[[], AbstractAsyncContextManager[Pair]]
 async def check_bytes_are_visible_before_their_notification(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        slots = [bytearray(nbytes) for nbytes in _SIZES]
+        slots = _slots(pair.receiver, _SIZES)
         for stamp in range(1, 25):
             for k, slot in enumerate(slots):
-                remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+                remote = pair.receiver.expose(slot, pair.sender.name)
                 source = bytes([stamp]) * len(slot)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(endpoint.put, memoryview(source), remote, bytes([k]))
@@ -74,8 +84,9 @@ async def check_messages_keep_their_order(open_pair: OpenPair) -> None:
 async def check_a_notification_comes_after_earlier_messages(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        for nbytes in _SIZES:
-            remote = pair.receiver.expose(memoryview(bytearray(nbytes)), pair.sender.name)
+        for slot in _slots(pair.receiver, _SIZES):
+            nbytes = slot.nbytes
+            remote = pair.receiver.expose(slot, pair.sender.name)
             await endpoint.send(b"before")
             await endpoint.put(memoryview(bytes(nbytes)), remote, b"put")
             await endpoint.send(b"after")
@@ -85,7 +96,7 @@ async def check_a_notification_comes_after_earlier_messages(open_pair: OpenPair)
 async def check_an_empty_put_is_legal(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        remote = pair.receiver.expose(memoryview(bytearray()), pair.sender.name)
+        remote = pair.receiver.expose(_slots(pair.receiver, [0])[0], pair.sender.name)
         await endpoint.put(memoryview(b""), remote, b"empty")
         assert await pair.receive() == b"empty"
 
@@ -93,8 +104,9 @@ async def check_an_empty_put_is_legal(open_pair: OpenPair) -> None:
 async def check_a_large_put(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        source, slot = bytearray(b"0123456789abcdef") * (_LARGE_NBYTES // 16), bytearray(_LARGE_NBYTES)
-        remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+        source = bytearray(b"0123456789abcdef") * (_LARGE_NBYTES // 16)
+        (slot,) = _slots(pair.receiver, [_LARGE_NBYTES])
+        remote = pair.receiver.expose(slot, pair.sender.name)
         await endpoint.put(memoryview(source), remote, b"large")
         assert await pair.receive() == b"large"
         assert slot == source
@@ -103,10 +115,10 @@ async def check_a_large_put(open_pair: OpenPair) -> None:
 async def check_many_outstanding_puts(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        slots = [bytearray(10_000 + 5_000 * (k % 40)) for k in range(400)]
+        slots = _slots(pair.receiver, (10_000 + 5_000 * (k % 40) for k in range(400)))
         async with anyio.create_task_group() as tasks:
             for k, slot in enumerate(slots):
-                remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+                remote = pair.receiver.expose(slot, pair.sender.name)
                 source = memoryview(bytes([k % 251]) * len(slot))
                 tasks.start_soon(endpoint.put, source, remote, k.to_bytes(2, "little"))
             arrived = [int.from_bytes(await pair.receive(), "little") for _ in slots]
@@ -120,8 +132,8 @@ async def check_a_cancelled_put_leaves_no_notification(open_pair: OpenPair) -> N
         endpoint = await pair.connect()
         for nbytes in (64, 8 * 2**20):
             for num_passes in range(12):
-                slot, source = bytearray(nbytes), bytearray(b"\1") * nbytes
-                remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+                (slot,), source = _slots(pair.receiver, [nbytes]), bytearray(b"\1") * nbytes
+                remote = pair.receiver.expose(slot, pair.sender.name)
                 returned = await _put_and_cancel(endpoint, memoryview(source), remote, num_passes)
                 await endpoint.flush()
                 source[:] = b"\2" * nbytes
@@ -133,15 +145,15 @@ async def check_a_cancelled_put_leaves_no_notification(open_pair: OpenPair) -> N
                     received.append(await pair.receive())
                 assert received == ([b"put", b"end"] if returned else [b"end"])
                 assert slot == before, "bytes changed after flush"
-                assert 2 not in slot, "the source was read after flush"
+                assert 2 not in bytes(slot), "the source was read after flush"
 
 
 async def check_a_withdrawn_slot_is_not_written(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        for nbytes in _SIZES:
-            slot = bytearray(nbytes)
-            remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+        for slot in _slots(pair.receiver, _SIZES):
+            nbytes = slot.nbytes
+            remote = pair.receiver.expose(slot, pair.sender.name)
             assert await pair.receiver.withdraw(remote)
             assert await pair.receiver.withdraw(remote), "taking back twice is harmless"
             await endpoint.put(memoryview(b"\1" * nbytes), remote, b"put")
@@ -154,9 +166,9 @@ async def check_a_withdrawn_slot_is_not_written(open_pair: OpenPair) -> None:
 async def check_a_slot_takes_one_put(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        for nbytes in _SIZES:
-            slot = bytearray(nbytes)
-            remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+        for slot in _slots(pair.receiver, _SIZES):
+            nbytes = slot.nbytes
+            remote = pair.receiver.expose(slot, pair.sender.name)
             await endpoint.put(memoryview(b"\1" * nbytes), remote, b"first")
             assert await pair.receive() == b"first"
             await endpoint.put(memoryview(b"\2" * nbytes), remote, b"second")
@@ -169,7 +181,7 @@ async def check_a_slot_takes_one_put(open_pair: OpenPair) -> None:
 async def check_wrong_sizes_are_refused(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        remote = pair.receiver.expose(memoryview(bytearray(8)), pair.sender.name)
+        remote = pair.receiver.expose(_slots(pair.receiver, [8])[0], pair.sender.name)
         for call in (
             lambda: endpoint.put(memoryview(bytes(7)), remote, b""),
             lambda: endpoint.put(memoryview(bytes(8)), remote, bytes(65 * 1024)),
@@ -223,7 +235,7 @@ async def check_a_closed_peer_is_noticed(open_pair: OpenPair) -> None:
 async def check_a_closed_endpoint_raises(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        remote = pair.receiver.expose(memoryview(bytearray(8)), pair.sender.name)
+        remote = pair.receiver.expose(_slots(pair.receiver, [8])[0], pair.sender.name)
 
         async def send_until_blocked() -> None:
             while True:
@@ -293,8 +305,8 @@ async def check_a_closed_endpoint_is_still(open_pair: OpenPair) -> None:
         with anyio.fail_after(_CLOSE_DEADLINE_S):
             for nbytes in (64, 8 * 2**20):
                 endpoint = await pair.connect()
-                slot, source = bytearray(nbytes), bytearray(b"\1") * nbytes
-                remote = pair.receiver.expose(memoryview(slot), pair.sender.name)
+                (slot,), source = _slots(pair.receiver, [nbytes]), bytearray(b"\1") * nbytes
+                remote = pair.receiver.expose(slot, pair.sender.name)
 
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(_put_until_closed, endpoint, source, remote)
@@ -302,16 +314,16 @@ async def check_a_closed_endpoint_is_still(open_pair: OpenPair) -> None:
                     for _ in range(2):
                         tasks.start_soon(_close_and_overwrite, endpoint, source)
                 assert await pair.receiver.withdraw(remote)
-                assert 2 not in slot, "the source was read after aclose"
+                assert 2 not in bytes(slot), "the source was read after aclose"
                 await endpoint.flush()
 
 
 async def check_counters_count_what_was_sent(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        for nbytes in _SIZES:
-            remote = pair.receiver.expose(memoryview(bytearray(nbytes)), pair.sender.name)
-            await endpoint.put(memoryview(bytes(nbytes)), remote, b"")
+        for slot in _slots(pair.receiver, _SIZES):
+            remote = pair.receiver.expose(slot, pair.sender.name)
+            await endpoint.put(memoryview(bytes(slot.nbytes)), remote, b"")
         await endpoint.send(b"x")
         expected = {"puts": len(_SIZES), "put_nbytes": sum(_SIZES), "messages": 1}
         assert pair.sender.counters == expected
@@ -368,9 +380,10 @@ async def _close_and_overwrite(endpoint: Endpoint, source: bytearray) -> None:
 
 async def _put_until_over(endpoint: Endpoint, receiver: Transport) -> None:
     """Put once and again until one of the two is closed."""
+    (slot,) = _slots(receiver, [_SIZES[-1]])
     with suppress(PeerLost, EndpointClosed):
         while True:
-            remote = receiver.expose(memoryview(bytearray(_SIZES[-1])), "sender")
+            remote = receiver.expose(slot, "sender")
             await endpoint.put(memoryview(bytearray(_SIZES[-1])), remote, b"put")
 
 

@@ -6,13 +6,14 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import anyio
 import anyio.lowlevel
 import msgspec
 from anyio.abc import ObjectReceiveStream
 
+from wbridge.device.base import Buffer
 from wbridge.errors import PeerLost
 from wbridge.transport.base import Endpoint, Message, RemoteSlot, Transport
 
@@ -95,6 +96,12 @@ class FaultyTransport:
         self._endpoints.append(endpoint)
         return endpoint
 
+    def register(self, buffer: Buffer) -> None:
+        self._inner.register(buffer)
+
+    def unregister(self, buffer: Buffer) -> None:
+        self._inner.unregister(buffer)
+
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
         index = self._num_exposed
         self._num_exposed += 1
@@ -122,7 +129,9 @@ class FaultyTransport:
 
 
 class FaultyEndpoint:
-    """An endpoint whose operations are held, or which dies."""
+    """An endpoint whose operations are held, or which dies. It always copies: only puts can be lost."""
+
+    fill: Final = None
 
     def __init__(self, owner: FaultyTransport, inner: Endpoint) -> None:
         self._owner = owner

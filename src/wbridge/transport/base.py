@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 from anyio.abc import ObjectReceiveStream
+
+from wbridge.device.base import Buffer
 
 
 class RemoteSlot(msgspec.Struct, frozen=True):
@@ -22,12 +25,37 @@ class Message(msgspec.Struct, frozen=True):
     payload: bytes
 
 
+class Window(NamedTuple):
+    """A slot of the peer that this process can write: `nbytes` of `memory` from `offset`.
+
+    All windows into the same memory give the same `memory` object.
+    """
+
+    memory: memoryview
+    offset: int
+    nbytes: int
+
+
+WriteInPlace: TypeAlias = Callable[[Window], Awaitable[bytes]]
+"""Writes all of a window and returns the notification. It leaves the memory alone once it has ended, however
+it ends."""
+
+
+Fill: TypeAlias = Callable[["RemoteSlot", WriteInPlace], Awaitable[None]]
+
+
 class Endpoint(Protocol):
     """One direction of a pair: what this process may do to one peer."""
 
     @property
     def peer(self) -> str:
         """The name of the other side."""
+        ...
+
+    @property
+    def fill(self) -> Fill | None:
+        """Like `put`, but the function brings the bytes into the peer's own memory, without a copy here
+        first. None: that memory is out of reach."""
         ...
 
     async def put(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:
@@ -99,9 +127,19 @@ class Transport(Protocol):
         """Open an endpoint to the transport at `address`, calling it `peer` in errors."""
         ...
 
+    def register(self, buffer: Buffer) -> None:
+        """Prepare `buffer`, which slots are exposed from, for writers; it stays borrowed until `unregister`."""
+        ...
+
+    def unregister(self, buffer: Buffer) -> None:
+        """Undo `register`: nothing in `buffer` is exposed any more. Idempotent."""
+        ...
+
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
-        """Let `peer` write `memory` once. The memory stays borrowed until the put's notification
-        arrives, or `withdraw` returns."""
+        """Let `peer` write `memory`, a part of a registered buffer, once.
+
+        The memory stays borrowed until the put's notification arrives, or `withdraw` returns.
+        """
         ...
 
     async def withdraw(self, remote: RemoteSlot) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import weakref
@@ -10,19 +9,16 @@ from types import TracebackType
 from typing import Final, Self
 
 import anyio
-import anyio.lowlevel
-import anyio.to_thread
 
+from wbridge.device.base import Buffer
 from wbridge.errors import EndpointClosed, PeerLost
 from wbridge.transport.base import Message, RemoteSlot
+from wbridge.transport.copying import Copies, copy
 from wbridge.transport.counters import Counters
 from wbridge.transport.exposures import Exposures
 from wbridge.transport.inbox import Inbox
 from wbridge.transport.limits import check_message, check_put
 from wbridge.transport.operations import Operations
-
-_INLINE_NBYTES: Final = 256 * 1024
-"""Longer copies run in a thread, without the GIL, so that the loop goes on."""
 
 
 class _Registry:
@@ -116,6 +112,12 @@ class LoopbackTransport:
     def forget(self, endpoint: LoopbackEndpoint) -> None:
         self._endpoints.discard(endpoint)
 
+    def register(self, buffer: Buffer) -> None:
+        """Nothing to do: all memory of the process is in reach."""
+
+    def unregister(self, buffer: Buffer) -> None:
+        """Nothing to do."""
+
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
         if self._closed:
             raise EndpointClosed(f"{self._name}: cannot expose memory to {peer}: the transport is closed")
@@ -136,6 +138,8 @@ class LoopbackTransport:
 class LoopbackEndpoint:
     """Writes into the exposed memory of another transport of the process."""
 
+    fill: Final = None
+
     def __init__(
         self, owner: LoopbackTransport, target: LoopbackTransport, peer: str, counters: Counters
     ) -> None:
@@ -145,7 +149,7 @@ class LoopbackEndpoint:
         self._counters = counters
         self._order = anyio.Lock(fast_acquire=True)
         self._operations = Operations()
-        self._copies: set[anyio.Event] = set()
+        self._copies = Copies()
 
     @property
     def peer(self) -> str:
@@ -178,8 +182,7 @@ class LoopbackEndpoint:
             self._counters.add_message()
 
     async def flush(self) -> None:
-        for copied in list(self._copies):
-            await copied.wait()
+        await self._copies.settle()
 
     async def aclose(self) -> None:
         """End what waits for the peer, then wait for running copies. Idempotent."""
@@ -202,21 +205,5 @@ class LoopbackEndpoint:
             await self._target.inbox.deliver(Message(self._owner.name, payload))
 
     async def _copy(self, target: memoryview, source: memoryview) -> None:
-        if source.nbytes <= _INLINE_NBYTES or source.readonly:
-            target[:] = source.cast("B") if source.nbytes else b""
-            return
-        copied = anyio.Event()
-        self._copies.add(copied)
-        try:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(_move, target, source)
-        finally:
-            self._copies.discard(copied)
-            copied.set()
-        await anyio.lowlevel.checkpoint_if_cancelled()
-
-
-def _move(target: memoryview, source: memoryview) -> None:
-    """Copy without the GIL, which a memoryview assignment would hold."""
-    array = ctypes.c_char * source.nbytes
-    ctypes.memmove(array.from_buffer(target), array.from_buffer(source), source.nbytes)
+        async with self._copies.one():
+            await copy(target, source)

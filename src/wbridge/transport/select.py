@@ -11,6 +11,7 @@ from typing import Final, Literal, Self, TypeAlias
 import msgspec
 
 from wbridge.config import Config
+from wbridge.device.base import Buffer
 from wbridge.errors import ConfigError, NativeUnavailable, ProtocolError
 from wbridge.transport.base import Endpoint, RemoteSlot
 from wbridge.transport.counters import Counters
@@ -18,18 +19,22 @@ from wbridge.transport.exposures import Exposures
 from wbridge.transport.host import host_identity
 from wbridge.transport.inbox import Inbox
 from wbridge.transport.loopback import LoopbackTransport
+from wbridge.transport.shared_memory import SharedMemoryTransport
 from wbridge.transport.ucxx import UcxxTransport
+from wbridge.transport.unix_frames import is_slot_token
 
 LinkClass: TypeAlias = Literal["process", "host", "network"]
 LINK_CLASSES: Final[tuple[LinkClass, ...]] = ("process", "host", "network")
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """Where a worker can be reached; `ucxx` is empty if only from inside its process."""
+    """Where a worker can be reached. A transport that it does not use is empty, so that both directions of a
+    pair take the same one."""
 
     process: str
     host: str
     loopback: bytes
+    shared_memory: bytes
     ucxx: bytes
 
 
@@ -43,7 +48,7 @@ def open_transports(config: Config, process_token: str, *, name: str) -> Transpo
 
 
 class Transports:
-    """Loopback to peers of this process, ucxx to all others, with one inbox and one set of exposed slots.
+    """Loopback inside the process, shared memory inside the host, ucxx to all others; with one inbox.
 
     Raises on entering:
         NativeUnavailable: `config.transport` asks for ucxx, which is not installed.
@@ -58,8 +63,14 @@ class Transports:
         self._exposures = Exposures()
         self._counters: dict[LinkClass, Counters] = {link: Counters() for link in LINK_CLASSES}
         self._loopback = LoopbackTransport(name, inbox=self._inbox, exposures=self._exposures)
+        self._takes_loopback = config.transport in ("auto", "loopback")
+        self._shared_memory: SharedMemoryTransport | None = None
+        if config.transport in ("auto", "shared_memory"):
+            self._shared_memory = SharedMemoryTransport(name, inbox=self._inbox)
+        self._mapped: set[str] = set()
+        """Peers that write through shared memory."""
         self._ucxx: UcxxTransport | None = None
-        if config.transport != "loopback" and (config.transport == "ucxx" or _has_ucxx()):
+        if config.transport == "ucxx" or (config.transport == "auto" and _has_ucxx()):
             self._ucxx = UcxxTransport(
                 name,
                 host=self._host,
@@ -72,6 +83,8 @@ class Transports:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opening:
             await opening.enter_async_context(self._loopback)
+            if self._shared_memory is not None:
+                await opening.enter_async_context(self._shared_memory)
             if self._ucxx is not None:
                 await opening.enter_async_context(self._ucxx)
             self._stack = opening.pop_all()
@@ -88,8 +101,11 @@ class Transports:
 
     @property
     def address(self) -> bytes:
+        shared_memory = b"" if self._shared_memory is None else self._shared_memory.address
         ucxx = b"" if self._ucxx is None else self._ucxx.address
-        return msgspec.msgpack.encode(_Address(self._process, self._host, self._loopback.address, ucxx))
+        loopback = self._loopback.address if self._takes_loopback else b""
+        address = _Address(self._process, self._host, loopback, shared_memory, ucxx)
+        return msgspec.msgpack.encode(address)
 
     @property
     def inbox(self) -> Inbox:
@@ -116,30 +132,49 @@ class Transports:
         """See `Transport.connect`.
 
         Raises:
-            ConfigError: loopback is forced, and the peer is another process.
-            NativeUnavailable: the peer is another process, and one of the two has no ucxx.
+            ConfigError: the transport that is forced does not reach the peer.
+            NativeUnavailable: the peer is on another host, and one of the two has no ucxx.
         """
         remote, link = _decode(address, peer), self.link_to(address)
         counters = self._counters[link]
-        if link == "process" and self._config.transport != "ucxx":
+        self._mapped.discard(peer)
+        if link == "process" and self._takes_loopback and remote.loopback:
             return await self._loopback.connect(remote.loopback, peer, counters)
-        if self._config.transport == "loopback":
+        if link != "network" and self._shared_memory is not None and remote.shared_memory:
+            endpoint = await self._shared_memory.connect(remote.shared_memory, peer, counters)
+            self._mapped.add(peer)
+            return endpoint
+        if self._config.transport in ("loopback", "shared_memory"):
+            beyond = "process" if self._config.transport == "loopback" else "host"
             raise ConfigError(
-                f"{self._name}: {peer} is another process, which transport='loopback' does not reach; "
-                "set transport='auto' or 'ucxx' on both"
+                f"{self._name}: {peer} is on another {beyond}, which transport={self._config.transport!r} "
+                "does not reach; set transport='auto' on both"
             )
         if self._ucxx is None or not remote.ucxx:
             lacking = self._name if self._ucxx is None else peer
             raise NativeUnavailable(
-                f"{self._name} and {peer} are different processes and {lacking} has no ucxx: there, "
-                "`pip install -e '.[cu12]'` (or '.[cu13]') in the clone, and do not set transport='loopback'"
+                f"{self._name} and {peer} are on different hosts and {lacking} has no ucxx: there, "
+                "`pip install -e '.[cu12]'` (or '.[cu13]') in the clone, and set transport='auto'"
             )
         return await self._ucxx.connect(remote.ucxx, peer, counters)
 
+    def register(self, buffer: Buffer) -> None:
+        if self._shared_memory is not None:
+            self._shared_memory.register(buffer)
+
+    def unregister(self, buffer: Buffer) -> None:
+        if self._shared_memory is not None:
+            self._shared_memory.unregister(buffer)
+
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
+        """See `Transport.expose`. For the transport by which `peer` was connected."""
+        if self._shared_memory is not None and peer in self._mapped:
+            return self._shared_memory.expose(memory, peer)
         return self._loopback.expose(memory, peer)
 
     async def withdraw(self, remote: RemoteSlot) -> bool:
+        if self._shared_memory is not None and is_slot_token(remote.token):
+            return await self._shared_memory.withdraw(remote)
         return await self._exposures.withdraw(remote)
 
     async def aclose(self) -> None:

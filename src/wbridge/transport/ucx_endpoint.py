@@ -40,6 +40,8 @@ _MAX_LARGE: Final = 16
 class UcxxEndpoint:
     """Sends frames without waiting, and waits for room at the receiver before each message."""
 
+    fill: Final = None
+
     def __init__(
         self,
         *,

@@ -11,6 +11,7 @@ from typing import Final, Self
 import anyio
 import msgspec
 
+from wbridge.device.base import Buffer
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
 from wbridge.transport.base import RemoteSlot
 from wbridge.transport.counters import Counters
@@ -126,6 +127,12 @@ class UcxxTransport:
             self._forget(endpoint, remote)
             raise
         return endpoint
+
+    def register(self, buffer: Buffer) -> None:
+        """Nothing to do: the bytes come as messages."""
+
+    def unregister(self, buffer: Buffer) -> None:
+        """Nothing to do."""
 
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
         self._open_worker()

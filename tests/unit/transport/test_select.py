@@ -9,11 +9,14 @@ import sys
 import pytest
 
 from wbridge.config import Config
+from wbridge.device.cpu import CpuBuffer
 from wbridge.errors import ConfigError, NativeUnavailable, ProtocolError
 from wbridge.transport import select
 from wbridge.transport.host import host_identity, pid_of, process_token
 from wbridge.transport.loopback import LoopbackEndpoint
 from wbridge.transport.select import Transports, open_transports
+from wbridge.transport.ucx_endpoint import UcxxEndpoint
+from wbridge.transport.unix_endpoint import SharedMemoryEndpoint
 
 pytestmark = pytest.mark.anyio
 
@@ -24,9 +27,14 @@ def transports(name: str, *, process: str = "p", transport: str = "auto", host: 
 
 async def exchange(sender: Transports, receiver: Transports, nbytes: int = 10_000) -> object:
     endpoint = await sender.connect(receiver.address, receiver.name)
-    slot = bytearray(nbytes)
-    await endpoint.put(memoryview(b"\1" * nbytes), receiver.expose(memoryview(slot), sender.name), b"put")
+    await receiver.connect(sender.address, sender.name)  # as a receiver does, for its credits
+    buffer = CpuBuffer(nbytes, "pinned", shared=True)
+    receiver.register(buffer)
+    slot = buffer.view
+    await endpoint.put(memoryview(b"\1" * nbytes), receiver.expose(slot, sender.name), b"put")
     message = await receiver.inbox.receive()
+    assert await receiver.withdraw(receiver.expose(slot, sender.name))
+    receiver.unregister(buffer)
     assert (message.peer, message.payload, slot) == (sender.name, b"put", b"\1" * nbytes)
     return endpoint
 
@@ -41,6 +49,7 @@ async def test_inside_one_process_the_way_is_loopback() -> None:
 
 async def test_each_link_class_has_its_own_counters_and_all_share_one_inbox() -> None:
     pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
+    kinds = {"near": LoopbackEndpoint, "other process": SharedMemoryEndpoint, "far": UcxxEndpoint}
     async with (
         transports("a", host="h") as a,
         transports("near", host="h") as near,
@@ -49,7 +58,7 @@ async def test_each_link_class_has_its_own_counters_and_all_share_one_inbox() ->
     ):
         for sender in (near, other, far):
             endpoint = await exchange(sender, a)
-            assert isinstance(endpoint, LoopbackEndpoint) is (sender is near)
+            assert isinstance(endpoint, kinds[sender.name])
             await exchange(a, sender)
         assert [a.link_to(peer.address) for peer in (near, other, far)] == ["process", "host", "network"]
         assert {link: c["puts"] for link, c in a.counters_by_link.items()} == {
@@ -60,25 +69,29 @@ async def test_each_link_class_has_its_own_counters_and_all_share_one_inbox() ->
         assert a.counters["put_nbytes"] == 30_000
 
 
-async def test_forced_ucxx_is_used_inside_one_process_too() -> None:
+async def test_a_forced_transport_is_used_inside_one_process_too_and_by_both_sides() -> None:
     pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
-    async with transports("a", transport="ucxx") as a, transports("b", transport="ucxx") as b:
-        assert not isinstance(await exchange(a, b), LoopbackEndpoint)
+    for forced, kind in (("ucxx", UcxxEndpoint), ("shared_memory", SharedMemoryEndpoint)):
+        for other in (forced, "auto"):
+            async with transports("a", transport=forced) as a, transports("b", transport=other) as b:
+                assert isinstance(await exchange(a, b), kind)
+                assert isinstance(await exchange(b, a), kind)
 
 
-async def test_forced_loopback_does_not_reach_another_process() -> None:
+@pytest.mark.parametrize(("forced", "beyond"), [("loopback", "process"), ("shared_memory", "host")])
+async def test_a_forced_transport_does_not_reach_further(forced: str, beyond: str) -> None:
     async with (
-        transports("a", transport="loopback") as a,
-        transports("b", process="q", transport="loopback") as b,
+        transports("a", transport=forced, host="h") as a,
+        transports("b", process="q", transport=forced, host="k") as b,
     ):
-        with pytest.raises(ConfigError, match=r"a: b is another process.*set transport='auto'"):
+        with pytest.raises(ConfigError, match=rf"a: b is on another {beyond}.*set transport='auto'"):
             await a.connect(b.address, "b")
 
 
 async def test_without_ucxx_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setattr(select, "_has_ucxx", lambda: False)
-    async with transports("a") as a, transports("b", process="q") as b:
+    async with transports("a") as a, transports("b", process="q", host="k") as b:
         with pytest.raises(NativeUnavailable, match=r"pip install -e"):
             await a.connect(b.address, "b")
     with pytest.raises(NativeUnavailable, match=r"pip install -e"):

@@ -1,0 +1,216 @@
+"""SharedMemoryEndpoint: writes into the memory of another process of this host, and notifies it."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+
+from wbridge.errors import EndpointClosed, PeerLost
+from wbridge.transport.base import RemoteSlot, Window, WriteInPlace
+from wbridge.transport.copying import Copies, copy
+from wbridge.transport.counters import Counters
+from wbridge.transport.exposure_table import ExposureTable
+from wbridge.transport.limits import check_message, check_put
+from wbridge.transport.operations import Operations
+from wbridge.transport.unix_frames import (
+    MAX_FRAME_NBYTES,
+    Frame,
+    Hello,
+    Notification,
+    Payload,
+    Segment,
+    SlotToken,
+    TableFrame,
+    UnixAddress,
+    decode,
+    decode_slot,
+    encode,
+    encode_hello,
+)
+
+_LOCK_RETRY_S: Final = 0.0005
+
+
+class SharedMemoryEndpoint:
+    """One connection to a receiver. Its reads are callbacks of the loop, so it has no task of its own."""
+
+    def __init__(
+        self, owner: str, peer: str, counters: Counters, forget: Callable[[SharedMemoryEndpoint], None]
+    ) -> None:
+        self._owner = owner
+        self._peer = peer
+        self._counters = counters
+        self._forget = forget
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._order = anyio.Lock(fast_acquire=True)
+        self._operations = Operations()
+        self._copies = Copies()
+        self._table: ExposureTable | None = None
+        self._segments: dict[int, memoryview] = {0: memoryview(bytearray())}  # 0: where an empty slot lies
+        self._news = anyio.Event()
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def open(self, address: UnixAddress) -> None:
+        """Connect, and return when the receiver has let us in.
+
+        Raises:
+            PeerLost: nobody listens there, or it refuses us.
+        """
+        try:
+            await self._loop.sock_connect(self._socket, address.name)
+        except OSError as exc:
+            self._socket.close()
+            raise self._lost_error() from exc
+        self._loop.add_reader(self._socket, self._read)
+        try:
+            with self._operations.run():
+                await self._transmit(encode_hello(Hello(address.secret, self._owner)))
+                while self._table is None:
+                    await self._news.wait()
+        except BaseException:  # whatever it is, the connection does not stay; raised again
+            self._end(self._closed_error)
+            raise
+
+    async def put(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:
+        """See `Endpoint.put`. Cancelled while bytes are copied: waits for the end of the copy."""
+        check_put(source, remote, notify, self._peer)
+
+        async def write(window: Window) -> bytes:
+            await copy(window.memory[window.offset : window.offset + window.nbytes], source)
+            return notify
+
+        await self.fill(remote, write)
+
+    async def fill(self, remote: RemoteSlot, write: WriteInPlace) -> None:
+        """See `Endpoint.fill`. A slot that was withdrawn, or filled before, is left alone."""
+        token = decode_slot(remote.token, self._peer)
+        with self._operations.run():
+            async with self._copies.one():
+                segment = await self._segment(token.segment)
+                if not await self._begin(token):
+                    return
+                try:
+                    notify = await write(Window(segment, token.offset, remote.nbytes))
+                finally:
+                    self._finish(token)
+            await self._transmit_in_order(Notification(token.entry, token.word, notify))
+            self._counters.add_put(remote.nbytes)
+
+    async def send(self, payload: bytes) -> None:
+        """See `Endpoint.send`. Cancelled: the message is not sent."""
+        check_message(payload, self._peer)
+        with self._operations.run():
+            await self._transmit_in_order(Payload(payload))
+            self._counters.add_message()
+
+    async def flush(self) -> None:
+        await self._copies.settle()
+
+    async def aclose(self) -> None:
+        """End what waits for the peer, then wait for running copies. Idempotent."""
+        self._end(self._closed_error)
+        with anyio.CancelScope(shield=True):
+            await self.flush()
+        if self._table is not None:
+            self._table.close()
+        self._segments.clear()
+        self._forget(self)
+
+    # Slots -------------------------------------------------------------------------------------------------
+
+    async def _segment(self, number: int) -> memoryview:
+        """A credit may overtake the frame that tells of its segment."""
+        while number not in self._segments:
+            await self._news.wait()
+        return self._segments[number]
+
+    async def _begin(self, token: SlotToken) -> bool:
+        """Take the slot, unless it is not exposed any more."""
+        table = self._table
+        assert table is not None
+        while True:
+            if table.try_lock(token.entry):
+                break
+            await anyio.sleep(_LOCK_RETRY_S)  # the receiver has it for a moment
+        if table.holds(token.entry, token.word):
+            return True
+        table.unlock(token.entry)
+        return False
+
+    def _finish(self, token: SlotToken) -> None:
+        assert self._table is not None
+        self._table.take_back(token.entry)
+        self._table.unlock(token.entry)
+
+    # The connection ----------------------------------------------------------------------------------------
+
+    async def _transmit_in_order(self, frame: Frame) -> None:
+        async with self._order:
+            await self._transmit(encode(frame))
+
+    async def _transmit(self, packet: bytes) -> None:
+        """Cancelled: not sent."""
+        while True:
+            try:
+                self._socket.send(packet, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                await anyio.wait_writable(self._socket)
+            except OSError as exc:
+                self._end(self._lost_error)
+                raise self._lost_error() from exc
+
+    def _read(self) -> None:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._socket, MAX_FRAME_NBYTES, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, descriptors = b"", []
+        try:
+            if not packet:
+                self._end(self._lost_error)
+                return
+            match decode(packet, self._peer):
+                case TableFrame():
+                    self._table = ExposureTable(descriptors[0])
+                case Segment(number, nbytes):
+                    self._segments[number] = _map(descriptors[0], nbytes)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        news, self._news = self._news, anyio.Event()
+        news.set()
+
+    def _end(self, build_error: Callable[[], EndpointClosed | PeerLost]) -> None:
+        """Running and later calls raise that error; the first one stays. Nothing is read any more."""
+        self._operations.end(build_error)
+        if self._socket.fileno() != -1:
+            self._loop.remove_reader(self._socket)
+            anyio.notify_closing(self._socket)
+            self._socket.close()
+
+    def _closed_error(self) -> EndpointClosed:
+        return EndpointClosed(f"{self._owner}: the endpoint to {self._peer} is closed; connect again")
+
+    def _lost_error(self) -> PeerLost:
+        return PeerLost(
+            f"{self._owner}: {self._peer} has ended or closed its transport; reconnect, or go on without it"
+        )
+
+
+def _map(descriptor: int, nbytes: int) -> memoryview:
+    """Map memory of the receiver, whose pages are there already."""
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    return memoryview(mmap.mmap(descriptor, nbytes, flags=flags))
