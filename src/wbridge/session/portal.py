@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -55,6 +58,37 @@ class Call(Generic[T]):
             self._scope.cancel()
 
 
+class Loop(Protocol):
+    """Where an adapter's coroutines run, as its caller sees it."""
+
+    name: str
+    is_forked: bool
+    """This process is a fork of the one that made this object; kept so that asking costs nothing."""
+
+    def clock(self) -> float:
+        """The loop's time in seconds, for any thread: deadlines and pauses are measured by it."""
+        ...
+
+    def start(self) -> None: ...
+
+    def submit(self, work: Callable[[], Awaitable[T]]) -> Call[T]:
+        """Start `work()` there; calls start in the order of submission.
+
+        Raises:
+            EndpointClosed: the loop has not started or has ended, or this process is a fork of the one
+                that started it.
+        """
+        ...
+
+    def cancel(self, call: Call[T]) -> None:
+        """Ask a call to stop. It is over when `call.finished` is."""
+        ...
+
+    def stop(self, *, wait: bool) -> None:
+        """Cancel what still runs and end. Blocks until it has ended if `wait`. Idempotent."""
+        ...
+
+
 class LoopThread:
     """One event loop in one thread of its own; progress never needs the caller's loop.
 
@@ -67,8 +101,10 @@ class LoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._stop: anyio.Event | None = None
         self.is_forked = False
-        """This process is a fork of the one that made this object; kept so that asking costs nothing."""
         _threads.add(self)
+
+    def clock(self) -> float:
+        return time.monotonic()
 
     def start(self) -> None:
         self._thread.start()
@@ -85,12 +121,6 @@ class LoopThread:
             await portal.stop(cancel_remaining=True)
 
     def submit(self, work: Callable[[], Awaitable[T]]) -> Call[T]:
-        """Start `work()` in the loop thread; calls start in the order of submission.
-
-        Raises:
-            EndpointClosed: the thread has not started or has ended, or this process is a fork of the one
-                that started it.
-        """
         if self.is_forked:
             raise EndpointClosed(
                 f"{self.name} was opened by the parent of this process and does not survive fork();"
@@ -106,7 +136,6 @@ class LoopThread:
         return call
 
     def cancel(self, call: Call[T]) -> None:
-        """Ask a call to stop. It is over when `call.finished` is."""
         try:
             self._portal.result().start_task_soon(self._cancel, call)
         except RuntimeError:
@@ -117,7 +146,6 @@ class LoopThread:
         call.request_cancel()
 
     def stop(self, *, wait: bool) -> None:
-        """Cancel what still runs and end the loop. Blocks until it has ended if `wait`. Idempotent."""
         if self.is_forked or not self._thread.is_alive():
             return
         self._portal.result().start_task_soon(self._set_stop)
@@ -127,6 +155,27 @@ class LoopThread:
     async def _set_stop(self) -> None:
         assert self._stop is not None
         self._stop.set()
+
+
+_opener: Final[ContextVar[Callable[[str], Loop]]] = ContextVar("opener", default=LoopThread)
+
+
+def open_loop(name: str) -> Loop:
+    """Return a new adapter's loop: a thread of its own, unless made inside `loops_from`."""
+    return _opener.get()(name)
+
+
+@contextmanager
+def loops_from(opener: Callable[[str], Loop]) -> Iterator[None]:
+    """Give adapters that are made inside this context their loop by `opener(name)`.
+
+    The one way to run adapters without threads: `wbridge.testing.clock` puts whole jobs into one loop.
+    """
+    token = _opener.set(opener)
+    try:
+        yield
+    finally:
+        _opener.reset(token)
 
 
 _threads: weakref.WeakSet[LoopThread] = weakref.WeakSet()

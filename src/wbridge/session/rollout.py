@@ -87,7 +87,7 @@ class Rollout:
         return lockstep.follower.flag or self._worker.loop.is_forked
 
     def is_due_for_yield(self) -> bool:
-        now_s = time.monotonic()
+        now_s = self._worker.loop.clock()
         if now_s - self._yielded_s < YIELD_S:
             return False
         self._yielded_s = now_s
@@ -95,13 +95,13 @@ class Rollout:
 
     def poll(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
         """Drive a counted poll to its end."""
-        until_s = None if wait_s is None else time.monotonic() + wait_s
+        until_s = None if wait_s is None else self._worker.loop.clock() + wait_s
         self._is_cancelled = False
         while True:
             update = yield from self._poll_once(wait_s, stream)
             if update is not None or until_s is None or self._is_cancelled:
                 return update
-            wait_s = until_s - time.monotonic()
+            wait_s = until_s - self._worker.loop.clock()
             if wait_s <= 0:
                 return None
             self.begin_poll()

@@ -35,7 +35,7 @@ from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
 from wbridge.session.endpoints import Source, Target
 from wbridge.session.member import Job, Member, Role
-from wbridge.session.portal import Call, LoopThread
+from wbridge.session.portal import Call, Loop, open_loop
 from wbridge.session.script import Run, Script, Wait
 from wbridge.transport.host import host_identity, process_token
 from wbridge.transport.select import Transports, open_transports
@@ -89,7 +89,7 @@ class Worker:
 
     def __init__(self, job: Job, device: Device | None) -> None:
         self.job = job
-        self.loop: LoopThread = LoopThread(f"wbridge {job.worker}")
+        self.loop: Loop = open_loop(f"wbridge {job.worker}")
         self._given_device = device
         self._device_type = "cpu"
         self._caller_device: Device | None = device
