@@ -87,7 +87,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     verify: Literal["sample", "full", "off"] = "sample"
     """How much of the source map is replayed against a real `load_weights` at connect."""
     local_slots: int = 2
-    """Slots in which a sender gathers before it writes."""
+    """Slots in which a sender gathers for one receiver, where it cannot gather into the receiver's memory."""
     host: str = ""
     """Overrides the host identity: workers with the same one are taken to share memory."""
 

@@ -215,8 +215,7 @@ async def test_a_writer_survives_a_receiver_that_only_it_finds_lost(tmp_path: Pa
 async def test_a_lost_receiver_that_answers_no_flush_frees_the_source(tmp_path: Path) -> None:
     """Closing its endpoint takes bounded time and proves as much; the live weights are not kept for it."""
     engines = {"engine-0": 1, "engine-1": 1}
-    # Enough slots for all puts: those that hang keep theirs until their receiver is lost.
-    async with running(tmp_path, "receiver_overlap", num_trainers=1, engines=engines, local_slots=64) as job:
+    async with running(tmp_path, "receiver_overlap", num_trainers=1, engines=engines) as job:
         endpoint = job.senders[0]._trainer._epoch.engine._mailers["rollout/engine-1[0]"]._endpoint
 
         async def hang(*_: object) -> None:

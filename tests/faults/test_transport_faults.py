@@ -17,6 +17,7 @@ from wbridge.layout.region import Strided
 from wbridge.plan.types import Group, Piece, Transfer
 from wbridge.staging.checksum import checksum
 from wbridge.staging.direct import DirectReceiver, DirectSender
+from wbridge.staging.slots import LocalSlots
 from wbridge.testing.faults import Faults, FaultyTransport
 from wbridge.transport.loopback import LoopbackTransport
 
@@ -135,8 +136,8 @@ def strided_piece() -> Piece:
     return Piece(writer=TRAINER, offset=0, nbytes=48, transfers=(transfer,))
 
 
-async def _acquire(staging: DirectSender, acquired: list[object]) -> None:
-    acquired.append(await staging.acquire())
+async def _acquire(slots: LocalSlots, acquired: list[object]) -> None:
+    acquired.append(await slots.acquire())
 
 
 async def test_c25_the_contiguous_copy_lives_until_the_slow_put_has_stopped() -> None:
@@ -150,8 +151,9 @@ async def test_c25_the_contiguous_copy_lives_until_the_slow_put_has_stopped() ->
         endpoint = await sender.connect(receiver.address, "receiver")
         remote = receiver.expose(receiver_staging.slot_view(0, 0, 48), "sender")
         source = await sender_staging.snapshot(device.current_stream().record())
-        slot = await sender_staging.acquire()
-        await source.gather(piece, slot).wait()
+        slots = sender_staging.open_slots(48)
+        slot = await slots.acquire()
+        await source.gather(piece, slot.place).wait()
         sender.hold()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(endpoint.put, slot.view(48), remote, b"put")
@@ -160,12 +162,12 @@ async def test_c25_the_contiguous_copy_lives_until_the_slow_put_has_stopped() ->
             gc.collect()
             acquired = []
             async with anyio.create_task_group() as waiting:
-                waiting.start_soon(_acquire, sender_staging, acquired)
+                waiting.start_soon(_acquire, slots, acquired)
                 await anyio.wait_all_tasks_blocked()
                 waiting.cancel_scope.cancel()
             assert acquired == [], "the slot is busy while the put may read it"
             sender.release()
-        sender_staging.release(slot)
+        slots.release(slot)
         assert (await receiver.inbox.receive()).payload == b"put"
     await receiver_staging.scatter(group, 0).wait()
     assert torch.equal(written["q"], expected)

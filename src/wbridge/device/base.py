@@ -77,6 +77,10 @@ class Device(Protocol):
         """Return zeroed memory. `shared`: other processes can be let into it, if it is host memory."""
         ...
 
+    def adopt(self, memory: memoryview) -> Buffer:
+        """Return host memory of somebody else as a buffer, which keeps it alive."""
+        ...
+
     def open_stream(self, name: str) -> Stream: ...
 
     def current_stream(self) -> Stream:

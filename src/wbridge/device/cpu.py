@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from wbridge.device.base import Event, MemoryKind
-from wbridge.device.memory import HostMemory
+from wbridge.device.memory import ForeignMemory, HostMemory
 from wbridge.device.wakeup import Wakeup
 from wbridge.errors import EndpointClosed
 
@@ -42,6 +42,9 @@ class CpuDevice:
     def allocate(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> CpuBuffer:
         return CpuBuffer(nbytes, kind, shared=shared)
 
+    def adopt(self, memory: memoryview) -> CpuBuffer:
+        return CpuBuffer(memory.nbytes, "pinned", memory=ForeignMemory(memory))
+
     def open_stream(self, name: str) -> CpuStream:
         """Start a stream with its own thread; `close` of the device ends it."""
         release = None if self._seed is None else _Release(f"{self._seed}/{name}", self._max_held)
@@ -70,18 +73,24 @@ class CpuDevice:
 
 
 class CpuBuffer:
-    """Host memory."""
+    """Host memory: `memory`, or some of its own."""
 
-    def __init__(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> None:
-        self._nbytes = nbytes
+    def __init__(
+        self,
+        nbytes: int,
+        kind: MemoryKind,
+        *,
+        shared: bool = False,
+        memory: HostMemory | ForeignMemory | None = None,
+    ) -> None:
         self._kind = kind
-        self._memory = HostMemory(nbytes, shared=shared)
+        self._memory = memory or HostMemory(nbytes, shared=shared)
         # torch.frombuffer accepts no empty buffer.
         self._tensor = torch.frombuffer(self._memory.view, dtype=torch.uint8) if nbytes else _empty()
 
     @property
     def nbytes(self) -> int:
-        return self._nbytes
+        return self._memory.view.nbytes
 
     @property
     def kind(self) -> MemoryKind:

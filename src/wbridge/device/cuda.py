@@ -10,7 +10,7 @@ import anyio
 import torch
 
 from wbridge.device.base import Event, MemoryKind
-from wbridge.device.memory import HostMemory
+from wbridge.device.memory import ForeignMemory, HostMemory
 from wbridge.errors import ConfigError, InternalError, NativeUnavailable
 
 _FIRST_POLL_S: Final = 50e-6
@@ -45,7 +45,11 @@ class CudaDevice:
             where = torch.device("cuda", self._index)
             return CudaBuffer(torch.zeros(nbytes, dtype=torch.uint8, device=where), None)
         memory = HostMemory(nbytes, shared=shared)
-        return CudaBuffer(_pin(memory) if nbytes else torch.empty(0, dtype=torch.uint8), memory)
+        return CudaBuffer(_pin(memory), memory)
+
+    def adopt(self, memory: memoryview) -> CudaBuffer:
+        foreign = ForeignMemory(memory)
+        return CudaBuffer(_pin(foreign), foreign)
 
     def open_stream(self, name: str) -> CudaStream:
         handle = torch.cuda.Stream(device=self._index)  # type: ignore[no-untyped-call]  # torch has no hints here
@@ -65,7 +69,7 @@ class CudaDevice:
 class CudaBuffer:
     """Device memory, or `host` memory that is page-locked."""
 
-    def __init__(self, tensor: torch.Tensor, host: HostMemory | None) -> None:
+    def __init__(self, tensor: torch.Tensor, host: HostMemory | ForeignMemory | None) -> None:
         self._tensor = tensor
         self._host = host
 
@@ -95,8 +99,10 @@ class CudaBuffer:
         return self._tensor
 
 
-def _pin(memory: HostMemory) -> torch.Tensor:
+def _pin(memory: HostMemory | ForeignMemory) -> torch.Tensor:
     """Page-lock host memory for as long as `memory` lives; return it as a tensor."""
+    if not memory.view.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
     tensor = torch.frombuffer(memory.view, dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints here
     torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))

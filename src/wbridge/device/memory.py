@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from typing import Final
 
 
 class HostMemory:
@@ -26,3 +27,12 @@ class HostMemory:
             self.view: memoryview = memoryview(mmap.mmap(file, nbytes, flags=visibility | mmap.MAP_POPULATE))
         else:  # mmap accepts no empty range
             self.view = memoryview(bytearray())
+
+
+class ForeignMemory:
+    """Host memory that somebody else allocated, such as a peer's that is mapped here."""
+
+    descriptor: Final = None
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
+from wbridge.device.base import Buffer
 from wbridge.engine.context import SenderContext
 from wbridge.engine.wire import encode
 from wbridge.errors import EndpointClosed, PeerLost
@@ -18,7 +20,8 @@ from wbridge.flow.messages import Arrived, Credit, Stopped
 from wbridge.plan.types import Piece
 from wbridge.staging.base import Source
 from wbridge.staging.checksum import checksum
-from wbridge.transport.base import Endpoint, RemoteSlot
+from wbridge.staging.slots import LocalSlot, Place
+from wbridge.transport.base import Endpoint, RemoteSlot, Window
 
 
 class Order(msgspec.Struct, frozen=True, eq=False):
@@ -32,6 +35,9 @@ class Order(msgspec.Struct, frozen=True, eq=False):
 class Mailer:
     """All that one sender writes to one receiver; a slow receiver delays no other.
 
+    Pieces, none over `largest_nbytes`, are gathered straight into the receiver's memory where that is in
+    reach, else into slots kept for this receiver, and put from there.
+
     `put_ended` is called with each order once neither end is touched any more, `flushed` with each
     flush, `lost` when the mailer has ended.
     """
@@ -41,6 +47,7 @@ class Mailer:
         context: SenderContext,
         endpoint: Endpoint,
         *,
+        largest_nbytes: int,
         put_ended: Callable[[str, Order], None],
         flushed: Callable[[Flush], None],
         lost: Callable[[str], None],
@@ -49,6 +56,8 @@ class Mailer:
         self._endpoint = endpoint
         self._put_ended, self._flushed, self._lost = put_ended, flushed, lost
         self._sums = endpoint.peer in context.checksums
+        self._slots = None if endpoint.fill else context.staging.open_slots(largest_nbytes)
+        self._adopted: dict[int, Buffer] = {}  # by the identity of the memory, which the buffer keeps
         self._running: dict[Order, anyio.CancelScope] = {}
         self._scope = anyio.CancelScope()
         self._is_ending = False
@@ -96,29 +105,51 @@ class Mailer:
 
     async def _put(self, order: Order) -> None:
         with self._running[order]:
-            await self._gather_and_put(order)
+            await self._bring(order)
         del self._running[order]
         self._put_ended(self._endpoint.peer, order)
 
-    async def _gather_and_put(self, order: Order) -> None:
-        staging, piece, credit = self._context.staging, order.piece, order.credit
-        slot = await staging.acquire()
-        try:
-            gathered = order.source.gather(piece, slot)
+    async def _bring(self, order: Order) -> None:
+        remote = RemoteSlot(order.credit.token, order.credit.nbytes)
+        if self._endpoint.fill is not None:
+            await self._endpoint.fill(remote, functools.partial(self._gather_there, order))
+        elif self._slots is not None:
+            slot = await self._slots.acquire()
             try:
-                await gathered.wait()
-                view = slot.view(piece.nbytes)
-                total = await anyio.to_thread.run_sync(checksum, view) if self._sums else 0
-                arrived = Arrived(credit.ticket, credit.group, credit.piece, total)
-                remote = RemoteSlot(credit.token, credit.nbytes)
-                await self._endpoint.put(view, remote, encode(self._context.epoch, arrived))
-            except BaseException:  # whatever it is, both copies must have stopped; raised again
-                with anyio.CancelScope(shield=True):
-                    await gathered.wait()  # reads the weights
-                    await self._settle()  # reads the slot
-                raise
+                await self._gather_and_put(order, slot, remote)
+            finally:
+                self._slots.release(slot)
+
+    async def _gather_there(self, order: Order, window: Window) -> bytes:
+        """Gather into the receiver's own slot."""
+        memory = window.memory
+        if id(memory) not in self._adopted:
+            self._adopted[id(memory)] = self._context.staging.adopt(memory)
+        gathered = order.source.gather(order.piece, Place(self._adopted[id(memory)], window.offset))
+        try:
+            await gathered.wait()
+            return await self._arrived(order, memory[window.offset : window.offset + window.nbytes])
         finally:
-            staging.release(slot)
+            with anyio.CancelScope(shield=True):
+                await gathered.wait()  # writes the slot, and reads the weights
+
+    async def _gather_and_put(self, order: Order, slot: LocalSlot, remote: RemoteSlot) -> None:
+        gathered = order.source.gather(order.piece, slot.place)
+        try:
+            await gathered.wait()
+            view = slot.view(order.piece.nbytes)
+            await self._endpoint.put(view, remote, await self._arrived(order, view))
+        except BaseException:  # whatever it is, both copies must have stopped; raised again
+            with anyio.CancelScope(shield=True):
+                await gathered.wait()  # reads the weights
+                await self._settle()  # reads the slot
+            raise
+
+    async def _arrived(self, order: Order, view: memoryview) -> bytes:
+        """The notification that this piece has arrived."""
+        credit = order.credit
+        total = await anyio.to_thread.run_sync(checksum, view) if self._sums else 0
+        return encode(self._context.epoch, Arrived(credit.ticket, credit.group, credit.piece, total))
 
     async def _settle(self) -> None:
         """Return when no put of this mailer touches memory any more; to be shielded.

@@ -63,6 +63,8 @@ class ReceiveEngine:
             with self._credits, self._credit_inbox, self._fences, self._fence_inbox:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._send_credits)
+                    for buffer in self._context.staging.buffers:
+                        self._context.transport.register(buffer)
                     self._perform(self._ring.start())
                     async for fence in self._fence_inbox:
                         tasks.start_soon(self._guard, fence)
@@ -71,6 +73,8 @@ class ReceiveEngine:
             with anyio.move_on_after(self._context.config.close_timeout_s, shield=True):
                 for remote in list(self._exposed.values()):
                     await self._context.transport.withdraw(remote)
+            for buffer in self._context.staging.buffers:
+                self._context.transport.unregister(buffer)
             self._context.staging.close()
 
     # What arrives -------------------------------------------------------------------------------------
@@ -164,6 +168,8 @@ class ReceiveEngine:
                     self._fences.send_nowait(action)
                 case ReplaceSlot(slot):
                     self._context.staging.replace(slot)
+                    for buffer in self._context.staging.buffers:
+                        self._context.transport.register(buffer)
                     self._perform(self._ring.replaced(slot))
                 case ToLeader():
                     self._to_leader(action)

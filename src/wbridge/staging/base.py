@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from wbridge.device.base import Event
+from wbridge.device.base import Buffer, Event
 from wbridge.plan.types import Group, Piece
-from wbridge.staging.slots import LocalSlot
+from wbridge.staging.slots import LocalSlots, Place
 
 
 class Source(Protocol):
     """The weights of one version, to gather pieces from: the live ones or a snapshot."""
 
-    def gather(self, piece: Piece, slot: LocalSlot) -> Event:
-        """Start to copy `piece` to the start of `slot`; its bytes are there when the event is done."""
+    def gather(self, piece: Piece, place: Place) -> Event:
+        """Start to copy `piece` to `place`; its bytes are there when the event is done."""
         ...
 
     def release(self) -> None:
@@ -26,7 +26,7 @@ class Source(Protocol):
 
 
 class SenderStaging(Protocol):
-    """How a sender gets hold of a version's weights and of slots to gather them in."""
+    """How a sender gets hold of a version's weights, and of places to gather them in."""
 
     @property
     def holds_live_weights(self) -> bool:
@@ -46,12 +46,12 @@ class SenderStaging(Protocol):
         """
         ...
 
-    async def acquire(self) -> LocalSlot:
-        """Wait for a slot to gather in. Cancelled: takes none."""
+    def open_slots(self, nbytes: int) -> LocalSlots:
+        """Return slots of that size for one receiver, so that a slow one keeps no other waiting."""
         ...
 
-    def release(self, slot: LocalSlot) -> None:
-        """Give a slot back: the put that read it has stopped."""
+    def adopt(self, memory: memoryview) -> Buffer:
+        """Return the memory of a receiver on this host as a buffer to gather in."""
         ...
 
     def close(self) -> None:
@@ -67,6 +67,11 @@ class ReceiverStaging(Protocol):
 
     @property
     def slot_nbytes(self) -> int: ...
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The memory that slots lie in now, for the transport."""
+        ...
 
     @property
     def offers_when_parked(self) -> bool:

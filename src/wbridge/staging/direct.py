@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from wbridge.device.base import Device, Event
+from wbridge.device.base import Buffer, Device, Event
 from wbridge.device.copy import Tensors
 from wbridge.plan.types import Group, Piece
-from wbridge.staging.gathering import Gathering, slot_nbytes
+from wbridge.staging.gathering import Gathering
 from wbridge.staging.ring import ReceiverRing
-from wbridge.staging.slots import LocalSlot, LocalSlots
+from wbridge.staging.slots import LocalSlots, Place
 
 
 class DirectSender:
@@ -19,7 +19,8 @@ class DirectSender:
     def __init__(
         self, device: Device, parameters: Tensors, pieces: Sequence[Piece], *, local_slots: int
     ) -> None:
-        self._slots = LocalSlots(device, num_slots=local_slots, slot_nbytes=slot_nbytes(pieces))
+        self._device = device
+        self._local_slots = local_slots
         self._gathering = Gathering(device.open_stream("gather"), pieces, parameters)
 
     @property
@@ -35,11 +36,11 @@ class DirectSender:
         self._gathering.stream.wait_event(after)
         return LiveSource(self._gathering)
 
-    async def acquire(self) -> LocalSlot:
-        return await self._slots.acquire()
+    def open_slots(self, nbytes: int) -> LocalSlots:
+        return LocalSlots(self._device, num_slots=self._local_slots, slot_nbytes=nbytes)
 
-    def release(self, slot: LocalSlot) -> None:
-        self._slots.release(slot)
+    def adopt(self, memory: memoryview) -> Buffer:
+        return self._device.adopt(memory)
 
     def close(self) -> None:
         self._gathering.stream.close()
@@ -51,8 +52,8 @@ class LiveSource:
     def __init__(self, gathering: Gathering) -> None:
         self._gathering = gathering
 
-    def gather(self, piece: Piece, slot: LocalSlot) -> Event:
-        return self._gathering.start(piece, slot)
+    def gather(self, piece: Piece, place: Place) -> Event:
+        return self._gathering.start(piece, place)
 
     def release(self) -> None:
         return
@@ -71,6 +72,10 @@ class DirectReceiver:
     @property
     def slot_nbytes(self) -> int:
         return self._ring.memory.slot_nbytes
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return self._ring.memory.buffers
 
     @property
     def offers_when_parked(self) -> Literal[True]:

@@ -9,7 +9,7 @@ from wbridge.device.copy import CopyPlan, Tensors, build_gather, gather
 from wbridge.errors import InternalError
 from wbridge.plan.types import Piece
 from wbridge.staging.blocks import iter_source_blocks
-from wbridge.staging.slots import LocalSlot
+from wbridge.staging.slots import Place
 
 
 class Gathering:
@@ -27,16 +27,11 @@ class Gathering:
     def stream(self) -> Stream:
         return self._stream
 
-    def start(self, piece: Piece, slot: LocalSlot) -> Event:
-        """Copy `piece` to the start of `slot`, whatever its offset in the group."""
+    def start(self, piece: Piece, place: Place) -> Event:
+        """Copy `piece` to `place`, whatever its offset in the group."""
         copies = self._copies.get(id(piece))
         if copies is None:
             raise InternalError(
                 f"this sender was not built for the piece of {piece.writer} at {piece.offset}"
             )
-        return gather(self._stream, copies, slot.buffer, base=-piece.offset)
-
-
-def slot_nbytes(pieces: Sequence[Piece]) -> int:
-    """Return the size of a slot that holds any of `pieces`."""
-    return max((piece.nbytes for piece in pieces), default=0)
+        return gather(self._stream, copies, place.buffer, base=place.offset - piece.offset)

@@ -8,14 +8,14 @@ from typing import Literal
 
 import anyio
 
-from wbridge.device.base import Device, Event
+from wbridge.device.base import Buffer, Device, Event
 from wbridge.device.copy import Tensors
 from wbridge.device.mirror import Mirror
 from wbridge.errors import InternalError
 from wbridge.plan.types import Group, Piece
-from wbridge.staging.gathering import Gathering, slot_nbytes
+from wbridge.staging.gathering import Gathering
 from wbridge.staging.ring import ReceiverRing
-from wbridge.staging.slots import LocalSlot, LocalSlots
+from wbridge.staging.slots import LocalSlots, Place
 
 
 class PinnedSender:
@@ -33,7 +33,8 @@ class PinnedSender:
         names = {transfer.source_parameter for piece in pieces for transfer in piece.transfers}
         self._gathers = device.open_stream("gather")
         self._stream = device.open_stream("snapshot")
-        self._slots = LocalSlots(device, num_slots=local_slots, slot_nbytes=slot_nbytes(pieces))
+        self._device = device
+        self._local_slots = local_slots
         mirrors = [Mirror(device, parameters, names) for _ in range(snapshot_versions)]
         self._free = deque(
             _Version(mirror, Gathering(self._gathers, pieces, mirror.tensors)) for mirror in mirrors
@@ -62,11 +63,11 @@ class PinnedSender:
             raise
         return Snapshot(version, self._give_back)
 
-    async def acquire(self) -> LocalSlot:
-        return await self._slots.acquire()
+    def open_slots(self, nbytes: int) -> LocalSlots:
+        return LocalSlots(self._device, num_slots=self._local_slots, slot_nbytes=nbytes)
 
-    def release(self, slot: LocalSlot) -> None:
-        self._slots.release(slot)
+    def adopt(self, memory: memoryview) -> Buffer:
+        return self._device.adopt(memory)
 
     def close(self) -> None:
         self._stream.close()
@@ -93,10 +94,10 @@ class Snapshot:
         self._version: _Version | None = version
         self._give_back = give_back
 
-    def gather(self, piece: Piece, slot: LocalSlot) -> Event:
+    def gather(self, piece: Piece, place: Place) -> Event:
         if self._version is None:
             raise InternalError(f"piece at byte {piece.offset} gathered from a snapshot after its release")
-        event = self._version.gathering.start(piece, slot)
+        event = self._version.gathering.start(piece, place)
         self._version.last_gather = event
         return event
 
@@ -119,6 +120,10 @@ class PinnedReceiver:
     @property
     def slot_nbytes(self) -> int:
         return self._ring.memory.slot_nbytes
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return self._ring.memory.buffers
 
     @property
     def offers_when_parked(self) -> Literal[False]:

@@ -27,12 +27,13 @@ class ReceiverRing:
     def scatter(self, group: Group, slot: int, after: Event | None) -> Event:
         if after is not None:
             self._stream.wait_event(after)
-        return scatter(self._stream, self._copies[group.index], self.memory.buffer(slot))
+        buffer, start = self.memory.place(slot)
+        return scatter(self._stream, self._copies[group.index], buffer, start)
 
     def close(self) -> None:
         self._stream.close()
 
     def replace(self, slot: int) -> None:
         for copies in self._copies.values():
-            copies.forget(self.memory.buffer(slot))
+            copies.forget(self.memory.place(slot).buffer)
         self.memory.replace(slot)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final, NamedTuple
 
 import anyio
 
 from wbridge.device.base import Buffer, Device, MemoryKind
 from wbridge.errors import InternalError
+
+_ALIGNMENT: Final = 4096
+
+
+class Place(NamedTuple):
+    """Where a piece is gathered."""
+
+    buffer: Buffer
+    offset: int
 
 
 class LocalSlot:
@@ -15,6 +25,10 @@ class LocalSlot:
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
+
+    @property
+    def place(self) -> Place:
+        return Place(self.buffer, 0)
 
     def view(self, nbytes: int) -> memoryview:
         """The first `nbytes`, for the transport."""
@@ -42,18 +56,20 @@ class LocalSlots:
 
 
 class RingMemory:
-    """The slots of a receiver's ring, all of one size."""
+    """The slots of a receiver's ring, all of one size and in one buffer, but for those that were replaced."""
 
     def __init__(self, device: Device, kind: MemoryKind, *, num_slots: int, slot_nbytes: int) -> None:
         self._device = device
         self._kind = kind
         self._slot_nbytes = slot_nbytes
-        self._buffers = [device.allocate(slot_nbytes, kind) for _ in range(num_slots)]
-        self._abandoned: list[Buffer] = []
+        stride = -(-slot_nbytes // _ALIGNMENT) * _ALIGNMENT
+        arena = device.allocate(num_slots * stride, kind, shared=True)
+        self._places = [Place(arena, slot * stride) for slot in range(num_slots)]
+        self._abandoned: list[Place] = []
 
     @property
     def num_slots(self) -> int:
-        return len(self._buffers)
+        return len(self._places)
 
     @property
     def slot_nbytes(self) -> int:
@@ -61,17 +77,23 @@ class RingMemory:
 
     @property
     def abandoned_nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._abandoned)
+        return self._slot_nbytes * len(self._abandoned)
 
-    def buffer(self, slot: int) -> Buffer:
-        return self._buffers[slot]
+    @property
+    def buffers(self) -> list[Buffer]:
+        """All memory that slots lie in, each once."""
+        return list({id(place.buffer): place.buffer for place in self._places}.values())
+
+    def place(self, slot: int) -> Place:
+        return self._places[slot]
 
     def view(self, slot: int, offset: int, nbytes: int) -> memoryview:
         if not 0 <= offset <= offset + nbytes <= self._slot_nbytes:
             raise InternalError(f"bytes {offset} + {nbytes} are not in a slot of {self._slot_nbytes}")
-        return self._buffers[slot].view[offset : offset + nbytes]
+        buffer, start = self._places[slot]
+        return buffer.view[start + offset : start + offset + nbytes]
 
     def replace(self, slot: int) -> None:
         """Keep the old memory mapped for a writer that may come late."""
-        self._abandoned.append(self._buffers[slot])
-        self._buffers[slot] = self._device.allocate(self._slot_nbytes, self._kind)
+        self._abandoned.append(self._places[slot])
+        self._places[slot] = Place(self._device.allocate(self._slot_nbytes, self._kind, shared=True), 0)

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 import anyio
 import anyio.lowlevel
 
-from wbridge.device.cpu import CpuBuffer
+from wbridge.device.cpu import CpuDevice
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
 from wbridge.transport.base import Endpoint, RemoteSlot, Transport
 
@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 def _slots(receiver: Transport, sizes: Iterable[int]) -> list[memoryview]:
     """Zeroed memory that `receiver` can expose."""
     sizes = list(sizes)
-    buffer = CpuBuffer(sum(sizes), "pinned", shared=True)
+    buffer = CpuDevice().allocate(sum(sizes), "pinned", shared=True)
     receiver.register(buffer)
     ends = list(accumulate(sizes))
     return [buffer.view[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]

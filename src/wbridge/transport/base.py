@@ -128,7 +128,7 @@ class Transport(Protocol):
         ...
 
     def register(self, buffer: Buffer) -> None:
-        """Prepare `buffer`, which slots are exposed from, for writers; it stays borrowed until `unregister`."""
+        """Prepare `buffer` for writers of its slots; borrowed until `unregister`. Idempotent."""
         ...
 
     def unregister(self, buffer: Buffer) -> None:

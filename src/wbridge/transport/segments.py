@@ -30,8 +30,8 @@ class Segments:
         return iter(self._shared.values())
 
     def add(self, buffer: Buffer) -> Shared | None:
-        """None: the buffer cannot be shared, and nothing in it can be exposed."""
-        if buffer.descriptor is None:
+        """None: it is known already, or cannot be shared."""
+        if buffer.descriptor is None or any(shared.buffer is buffer for shared in self):
             return None
         shared = Shared(self._next, buffer, buffer.descriptor, _address(buffer.view))
         self._next += 1

@@ -155,7 +155,7 @@ class SharedMemoryTransport:
                 self._table.unlock(token.entry)
                 self._free_entry(token.entry, token.word)
                 return True
-            await anyio.sleep(pause_s)
+            await anyio.sleep(pause_s)  # the writer says nothing when it ends or dies: a capped back-off
             pause_s = min(2 * pause_s + 0.001, _LAST_PAUSE_S)
         return False
 

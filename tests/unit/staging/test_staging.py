@@ -17,6 +17,7 @@ from wbridge.staging.base import ReceiverStaging, SenderStaging
 from wbridge.staging.checksum import checksum
 from wbridge.staging.direct import DirectReceiver, DirectSender
 from wbridge.staging.pinned import PinnedReceiver, PinnedSender
+from wbridge.staging.slots import Place
 
 pytestmark = pytest.mark.anyio
 
@@ -45,6 +46,7 @@ PIECES = tuple(
     Piece(writer=TRAINER, offset=16 * k, nbytes=16, transfers=(transfer(k, slot_offset=16 * k),))
     for k in range(2)
 )
+LARGEST = 16
 GROUP = Group(receiver=ROLLOUT, index=0, nbytes=32, pieces=PIECES)
 
 
@@ -79,11 +81,12 @@ async def test_what_is_gathered_is_scattered(device: CpuDevice, sender_kind: str
     sender: SenderStaging = open_sender(sender_kind, device, live)
     receiver: ReceiverStaging = receiver_kind(device, written, (GROUP,), num_slots=2)
     source = await sender.snapshot(device.current_stream().record())
+    slots = sender.open_slots(LARGEST)
     for piece in PIECES:
-        slot = await sender.acquire()
-        await source.gather(piece, slot).wait()
+        slot = await slots.acquire()
+        await source.gather(piece, slot.place).wait()
         receiver.slot_view(1, piece.offset, piece.nbytes)[:] = slot.view(piece.nbytes)
-        sender.release(slot)
+        slots.release(slot)
     source.release()
     await receiver.scatter(GROUP, 1).wait()
     for k in range(2):
@@ -98,8 +101,8 @@ async def test_a_source_waits_for_the_callers_stream(device: CpuDevice, kind: st
     sender, caller = open_sender(kind, device, live), device.open_stream("caller")
     caller.submit(lambda: live["s0"].add_(1))
     source = await sender.snapshot(caller.record())
-    slot = await sender.acquire()
-    await source.gather(PIECES[0], slot).wait()
+    slot = await sender.open_slots(LARGEST).acquire()
+    await source.gather(PIECES[0], slot.place).wait()
     assert torch.equal(slot.buffer.tensor.view(torch.bfloat16).float(), torch.arange(8.0) + 1)
 
 
@@ -109,8 +112,8 @@ async def test_c47_only_a_snapshot_allows_the_weights_to_change(device: CpuDevic
     sender = open_sender(kind, device, live)
     source = await sender.snapshot(device.current_stream().record())
     live["s0"].fill_(-1)
-    slot = await sender.acquire()
-    await source.gather(PIECES[0], slot).wait()
+    slot = await sender.open_slots(LARGEST).acquire()
+    await source.gather(PIECES[0], slot.place).wait()
     old = torch.equal(slot.buffer.tensor.view(torch.bfloat16).float(), torch.arange(8.0))
     assert old is not sender.holds_live_weights
 
@@ -143,7 +146,7 @@ async def test_snapshots_are_bounded_and_wait_for_a_release(device: CpuDevice) -
     second.release()
     assert sender.has_free_snapshot
     with pytest.raises(InternalError, match="after its release"):
-        second.gather(PIECES[0], await sender.acquire())
+        second.gather(PIECES[0], Place(device.allocate(64, "pinned"), 0))
 
 
 async def test_a_cancelled_snapshot_gives_its_memory_back(device: CpuDevice) -> None:
@@ -156,8 +159,8 @@ async def test_a_cancelled_snapshot_gives_its_memory_back(device: CpuDevice) -> 
     assert sender.has_free_snapshot
     live["s0"].add_(5)
     source = await sender.snapshot(done)
-    slot = await sender.acquire()
-    await source.gather(PIECES[0], slot).wait()
+    slot = await sender.open_slots(LARGEST).acquire()
+    await source.gather(PIECES[0], slot.place).wait()
     assert torch.equal(slot.buffer.tensor.view(torch.bfloat16).float(), torch.arange(8.0) + 5)
 
 
@@ -167,8 +170,8 @@ async def test_a_gather_nobody_waited_for_finishes_before_its_snapshot_is_overwr
     live = sources()
     sender, done = open_sender("pinned", device, live, snapshots=1), device.current_stream().record()
     source = await sender.snapshot(done)
-    slot = await sender.acquire()
-    source.gather(PIECES[0], slot)
+    slot = await sender.open_slots(LARGEST).acquire()
+    source.gather(PIECES[0], slot.place)
     source.release()
     live["s0"].fill_(-1)
     await sender.snapshot(done)
@@ -176,7 +179,7 @@ async def test_a_gather_nobody_waited_for_finishes_before_its_snapshot_is_overwr
 
 
 async def test_gather_slots_are_bounded_and_given_back_once(device: CpuDevice) -> None:
-    sender = open_sender("direct", device, sources())
+    sender = open_sender("direct", device, sources()).open_slots(LARGEST)
     first, second = await sender.acquire(), await sender.acquire()
     assert first is not second
     with anyio.CancelScope() as scope:
@@ -194,7 +197,7 @@ async def test_a_foreign_piece_is_refused(device: CpuDevice) -> None:
     source = await sender.snapshot(device.current_stream().record())
     stranger = Piece(writer=TRAINER, offset=0, nbytes=16, transfers=())
     with pytest.raises(InternalError, match="not built for"):
-        source.gather(stranger, await sender.acquire())
+        source.gather(stranger, Place(device.allocate(64, "pinned"), 0))
 
 
 @pytest.mark.parametrize("receiver_kind", RECEIVERS)

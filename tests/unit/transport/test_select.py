@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from wbridge.config import Config
-from wbridge.device.cpu import CpuBuffer
+from wbridge.device.cpu import CpuDevice
 from wbridge.errors import ConfigError, NativeUnavailable, ProtocolError
 from wbridge.transport import select
 from wbridge.transport.host import host_identity, pid_of, process_token
@@ -28,7 +28,7 @@ def transports(name: str, *, process: str = "p", transport: str = "auto", host: 
 async def exchange(sender: Transports, receiver: Transports, nbytes: int = 10_000) -> object:
     endpoint = await sender.connect(receiver.address, receiver.name)
     await receiver.connect(sender.address, sender.name)  # as a receiver does, for its credits
-    buffer = CpuBuffer(nbytes, "pinned", shared=True)
+    buffer = CpuDevice().allocate(nbytes, "pinned", shared=True)
     receiver.register(buffer)
     slot = buffer.view
     await endpoint.put(memoryview(b"\1" * nbytes), receiver.expose(slot, sender.name), b"put")
