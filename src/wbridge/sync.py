@@ -14,9 +14,9 @@ from wbridge.ids import Epoch
 from wbridge.observe.stats import SendStats
 from wbridge.session.endpoints import Source, Target
 from wbridge.session.publication import Outcomes, Publication
-from wbridge.session.receiver import Step
 from wbridge.session.rollout import Rollout
 from wbridge.session.script import drive_blocking
+from wbridge.session.steps import Step
 from wbridge.session.trainer import Trainer
 from wbridge.session.updates import Metadata, RolloutHooks, Update
 
@@ -143,7 +143,7 @@ class ReceiverAdapter:
 
     def step(self) -> Step:
         """See `wbridge.ReceiverAdapter.step`; use it with `with`."""
-        return Step(self._rollout)
+        return self._rollout.step()
 
     @property
     def version(self) -> int | None:

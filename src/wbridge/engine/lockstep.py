@@ -201,13 +201,17 @@ class Lockstep:
         self._from_follower(self.follower.applied(hold, "tainted" if failure else "applied", failure))
         return await self._next()
 
+    async def wait_instruction(self) -> None:
+        """Return when there is an instruction for the poll, which stays there."""
+        while not self._instructions:
+            await self._changed.wait()
+
     def _instruct(self, instruction: Instruction) -> None:
         self._instructions.append(instruction)
         self._note_change()
 
     async def _next(self) -> Instruction:
-        while not self._instructions:
-            await self._changed.wait()
+        await self.wait_instruction()
         return self._instructions.popleft()
 
     # The worker's apply --------------------------------------------------------------------------------

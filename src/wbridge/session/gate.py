@@ -23,12 +23,13 @@ class StepGate:
         self._drained: Future[None] | None = None
         self._opened: Future[None] = Future()
 
-    def enter(self, thread: int, *, blocking: bool) -> Future[None] | None:
+    def enter(self, thread: int, *, blocking: bool, is_nested: bool = False) -> Future[None] | None:
         """Count one more open step, or return the future to wait for before trying again.
 
         A step also waits for an apply that itself still waits for open steps, which keeps steps that
-        follow or overlap each other from starving it. Not if that would block a thread which has steps
-        open itself, or the poll: they may need its event loop to end.
+        follow or overlap each other from starving it. Not if it `is_nested` in an open one, which cannot
+        end before it; nor if that would block a thread which has steps open itself, or the poll: they
+        may need its event loop to end.
 
         Raises:
             ProtocolError: blocking would keep the very poll that applies from going on.
@@ -40,7 +41,7 @@ class StepGate:
                     "an update is being applied by a poll in this thread, which step() would block for ever;"
                     " use `async with receiver.step()` beside an event loop"
                 )
-            may_wait = not (is_pollers or (blocking and self._open[thread]))
+            may_wait = not (is_nested or is_pollers or (blocking and self._open[thread]))
             if self._closed or (may_wait and self._drained is not None):
                 return self._opened
             self._open[thread] += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 
@@ -13,7 +12,8 @@ from wbridge.device.base import Device, Stream
 from wbridge.ids import Epoch
 from wbridge.session.endpoints import Target
 from wbridge.session.rollout import Rollout
-from wbridge.session.script import Script, Wait, drive_async, drive_blocking
+from wbridge.session.script import drive_async
+from wbridge.session.steps import Step
 from wbridge.session.updates import RolloutHooks, Update
 
 _WAIT_S = 3600.0
@@ -64,7 +64,8 @@ class ReceiverAdapter:
 
         Raises:
             PeerLost: another worker of this engine is gone.
-            ProtocolError: the workers' polls are more than `max_poll_skew` apart.
+            ProtocolError: the workers' polls are more than `max_poll_skew` apart, or this one is made
+                inside a step, which it would wait for.
             LayoutError: a live parameter has been replaced or moved.
         """
         if self._rollout.begin_poll() or wait_s is not None:
@@ -83,12 +84,13 @@ class ReceiverAdapter:
         """Mark a forward pass: `with receiver.step() as version:`, or `async with` in async servers.
 
         An update waits for open steps. A step waits while parameters are written: `async with` leaves
-        the loop free meanwhile, `with` blocks the thread. `version` is None before the first update.
+        the loop free meanwhile, `with` blocks the thread. A step inside another one begins at once.
+        `version` is None before the first update.
 
         Raises:
             UpdateAborted: the weights are tainted by a failed update; poll until a whole version lands.
         """
-        return Step(self._rollout)
+        return self._rollout.step()
 
     @property
     def version(self) -> int | None:
@@ -115,37 +117,3 @@ class ReceiverAdapter:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
-
-
-class Step:
-    """One forward pass, as a context manager of either kind; gives the version it runs with."""
-
-    def __init__(self, rollout: Rollout) -> None:
-        self._rollout = rollout
-        self._thread = 0
-
-    def _enter(self, *, blocking: bool) -> Script[int | None]:
-        self._thread = threading.get_ident()
-        while (closed := self._rollout.gate.enter(self._thread, blocking=blocking)) is not None:
-            yield Wait(closed)
-        try:
-            return self._rollout.version_for_step()
-        except BaseException:  # whatever it is, the step was not entered; raised again
-            self._rollout.gate.leave(self._thread)
-            raise
-
-    def __enter__(self) -> int | None:
-        return drive_blocking(self._enter(blocking=True))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._rollout.gate.leave(self._thread)
-
-    async def __aenter__(self) -> int | None:
-        return await drive_async(self._enter(blocking=False))
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._rollout.gate.leave(self._thread)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NoReturn
 
 import anyio
 import anyio.abc
@@ -28,7 +27,8 @@ from wbridge.session.contexts import open_receiver_context
 from wbridge.session.endpoints import Target
 from wbridge.session.gate import StepGate
 from wbridge.session.member import Addresses
-from wbridge.session.script import Run, Script, Wait
+from wbridge.session.script import Run, Script, Wait, first_done
+from wbridge.session.steps import Step, is_inside_step
 from wbridge.session.updates import RolloutHooks, Update
 from wbridge.session.worker import Worker, load_job
 
@@ -67,6 +67,7 @@ class Rollout:
         self._after: Event | None = None
         self._yielded_s = 0.0
         self._is_cancelled = False
+        self._has_paused = False  # `before_apply` was begun in this poll
         self._tainted = ""
         self._is_live = False
         self._unsent: list[FlowMessage] = []
@@ -83,6 +84,11 @@ class Rollout:
         lockstep = self._lockstep
         if lockstep is None:
             raise EndpointClosed(f"{self._target.worker}: connect() before the first poll")
+        if is_inside_step(self.gate):
+            raise ProtocolError(
+                f"{self._target.worker}: poll_requests() inside step() would wait for its own step to end;"
+                " poll between steps"
+            )
         lockstep.follower.counter += 1
         return lockstep.follower.flag or self._worker.loop.is_forked
 
@@ -112,12 +118,11 @@ class Rollout:
         begun_s = parked_s = time.perf_counter()
         slept = wait_s is not None and not lockstep.follower.flag
         refusal: BaseException | None = None
-        asked = False
+        self._has_paused = False
         instruction = yield from self._ask(functools.partial(lockstep.poll, wait_s))
         while True:
             match instruction:
                 case RunBeforeApply(hold):
-                    asked = True
                     if slept:  # the caller asked for that wait
                         begun_s = time.perf_counter()
                     refusal = yield from self._before_apply(stream)
@@ -127,9 +132,7 @@ class Rollout:
                     failure = yield from self._finish()
                     instruction = yield from self._ask(functools.partial(lockstep.applied, hold, failure))
                 case Unpark():
-                    yield from self._resume(None, asked=asked)
-                    if refusal is not None:
-                        raise refusal
+                    yield from self._resume(None, refusal)
                     return None
                 case Leave():
                     now_s = time.perf_counter()
@@ -138,7 +141,7 @@ class Rollout:
                     )
                     return (yield from self._leave(instruction, stats))
                 case PollFails():
-                    self._fail(instruction)
+                    yield from self._resume(None, self._failure(instruction))
 
     def _ask(self, work: Callable[[], Awaitable[Instruction]]) -> Script[Instruction]:
         """Do something in the loop thread and return the next instruction. A cancelled caller stays until
@@ -159,15 +162,26 @@ class Rollout:
         try:
             destinations.check()
             if self._hooks is not None:
+                self._has_paused = True
                 yield Run(self._hooks.before_apply)
         except GeneratorExit:
             raise
         except BaseException as exc:  # a cancelled hook too: the engine is told, and the poll raises it
             return exc
-        while (drained := self.gate.try_close()) is not None:
-            yield Wait(drained, self._cancel_poll)
-        self._after = (stream or self._worker.current_stream()).record()  # behind the last open step
+        if (yield from self._drain()):
+            self._after = (stream or self._worker.current_stream()).record()  # behind the last open step
         return None
+
+    def _drain(self) -> Script[bool]:
+        """Wait until no step is open; False if the engine lets this worker go first."""
+        assert self._lockstep is not None
+        while (drained := self.gate.try_close()) is not None:
+            let_go = self._worker.loop.submit(self._lockstep.wait_instruction)
+            yield Wait(first_done(drained, let_go.finished), self._cancel_poll)
+            if not drained.done():
+                return False
+            self._worker.loop.cancel(let_go)
+        return True
 
     async def _answer(self, hold: int, refusal: BaseException | None) -> Instruction:
         assert self._lockstep is not None
@@ -189,36 +203,48 @@ class Rollout:
 
     def _leave(self, leave: Leave, stats: UpdateStats) -> Script[Update | None]:
         if leave.outcome == "aborted":
-            yield from self._resume(None, asked=True)
+            yield from self._resume(None)
             return None
         if leave.outcome == "tainted":
             self._taint(f"version {leave.version} (ticket {leave.ticket}) failed midway")
-            yield from self._resume(None, asked=True)
-            raise UpdateAborted(f"{self._target.worker}: {self._tainted}; poll until a whole version lands")
+            error = f"{self._target.worker}: {self._tainted}; poll until a whole version lands"
+            yield from self._resume(None, UpdateAborted(error))  # raises it
         assert self._applying is not None
         self._committed = self._applying
         self.version, self._tainted = leave.version, ""
         metadata = msgspec.msgpack.decode(self._packed) if self._packed else {}
         update = Update(leave.version, self._committed.epoch, leave.ticket, metadata, stats)
-        yield from self._resume(update, asked=True)
+        yield from self._resume(update)
         return update
 
-    def _resume(self, update: Update | None, *, asked: bool) -> Script[None]:
+    def _resume(self, update: Update | None, error: BaseException | None = None) -> Script[None]:
+        """Let steps begin, run `after_apply` if `before_apply` has run, and raise what ended the poll."""
         self.gate.open()
-        if asked and self._hooks is not None:
-            yield Run(self._hooks.after_apply, update)
+        if self._has_paused and self._hooks is not None:
+            try:
+                yield Run(self._hooks.after_apply, update)
+            except GeneratorExit:
+                raise
+            except BaseException as exc:  # raised at once, the earlier error as its cause
+                if error is None:
+                    raise
+                raise exc from error
+        if error is not None:
+            raise error
 
-    def _fail(self, fails: PollFails) -> NoReturn:
+    def _failure(self, fails: PollFails) -> WBridgeError:
         if fails.tainted:
             self._taint(fails.reason)
-        self.gate.open()
         if self._ended is not None:
-            raise self._ended
+            return self._ended
         kind = ProtocolError if fails.protocol_error else PeerLost
-        raise kind(f"{self._target.worker}: {fails.reason}; close this adapter and connect again")
+        return kind(f"{self._target.worker}: {fails.reason}; close this adapter and connect again")
 
     def _taint(self, reason: str) -> None:
         self.version, self._tainted = None, reason
+
+    def step(self) -> Step:
+        return Step(self.gate, self.version_for_step)
 
     def version_for_step(self) -> int | None:
         if self._tainted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 import anyio
@@ -98,6 +98,19 @@ async def _stop(step: Wait | Run, cancelled: BaseException) -> tuple[object, Bas
             ):  # a second cancellation changes nothing
                 await _done(step.future)
     return _ended(step.future)
+
+
+def first_done(*futures: Future[Any]) -> Future[None]:  # Any: whatever their results are
+    """Return a future that is done as soon as one of `futures` is, however that ended."""
+    first: Future[None] = Future()
+
+    def note(_: Future[Any]) -> None:  # Any: as above
+        with contextlib.suppress(InvalidStateError):  # another one was first
+            first.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(note)
+    return first
 
 
 def _ended(future: Future[Any]) -> tuple[object, BaseException | None]:
