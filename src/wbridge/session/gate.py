@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 from wbridge.errors import ProtocolError
 
@@ -21,10 +22,10 @@ class StepGate:
         self._closed = False
         self._poller = 0  # the thread of the poll that has closed the gate, or is about to
         self._drained: Future[None] | None = None
-        self._opened: Future[None] = Future()
+        self._waiting: dict[Future[int], int] = {}  # steps that `open` lets in, and their threads
 
-    def enter(self, thread: int, *, blocking: bool, is_nested: bool = False) -> Future[None] | None:
-        """Count one more open step, or return the future to wait for before trying again.
+    def enter(self, thread: int, *, blocking: bool, is_nested: bool = False) -> Future[int] | None:
+        """Count one more open step, or return a future that is done when it has been counted.
 
         A step also waits for an apply that itself still waits for open steps, which keeps steps that
         follow or overlap each other from starving it. Not if it `is_nested` in an open one, which cannot
@@ -42,18 +43,28 @@ class StepGate:
                     " use `async with receiver.step()` beside an event loop"
                 )
             may_wait = not (is_nested or is_pollers or (blocking and self._open[thread]))
-            if self._closed or (may_wait and self._drained is not None):
-                return self._opened
-            self._open[thread] += 1
-            return None
+            if not self._closed and not (may_wait and self._drained is not None):
+                self._open[thread] += 1
+                return None
+            entered: Future[int] = Future()
+            self._waiting[entered] = thread
+            return entered
+
+    def give_up(self, entered: Future[int]) -> None:
+        """The step that waits for `entered` does not begin."""
+        with self._lock:
+            thread = self._waiting.pop(entered, None)
+        if thread is None:  # it was let in meanwhile
+            self.leave(entered.result())
 
     def leave(self, thread: int) -> None:
         with self._lock:
             self._open[thread] -= 1
             self._open += Counter()  # forget threads without steps
             drained = None if self._open else self._drained
-        if drained is not None and not drained.done():
-            drained.set_result(None)
+        if drained is not None:
+            with contextlib.suppress(InvalidStateError):  # another thread's step ended at the same time
+                drained.set_result(None)
 
     def try_close(self) -> Future[None] | None:
         """Close the gate, or return the future to wait for before trying again: steps are still open."""
@@ -67,8 +78,13 @@ class StepGate:
             return self._drained
 
     def open(self) -> None:
-        """Let steps begin again. Idempotent."""
+        """Let steps begin again. Idempotent.
+
+        Those that wait are counted here: were they only woken, the next apply could shut them out for ever.
+        """
         with self._lock:
             self._closed, self._poller, self._drained = False, 0, None
-            opened, self._opened = self._opened, Future()
-        opened.set_result(None)
+            entered, self._waiting = self._waiting, {}
+            self._open.update(entered.values())
+        for future, thread in entered.items():
+            future.set_result(thread)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -42,9 +41,13 @@ class Step:
         self._outer = _open_step(_innermost.get())
         self._thread, self._task = threading.get_ident(), _current_task()
         is_nested = _find(self._outer, self._gate) is not None
-        enter = functools.partial(self._gate.enter, self._thread, blocking=blocking, is_nested=is_nested)
-        while (closed := enter()) is not None:
-            yield Wait(closed)
+        entered = self._gate.enter(self._thread, blocking=blocking, is_nested=is_nested)
+        if entered is not None:
+            try:
+                yield Wait(entered)
+            except BaseException:  # a cancellation; raised again
+                self._gate.give_up(entered)
+                raise
         try:
             version = self._version()
         except BaseException:  # whatever it is, the step was not entered; raised again
