@@ -1,4 +1,4 @@
-"""Sessions between real processes over ucxx, and peers that are killed, asked to end, or forked."""
+"""Sessions between real processes, and peers that are killed, asked to end, or forked."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ torch.set_num_threads(1)
 from tests.models.toy import Rollout, Trainer
 from tests.unit.session.job import settings
 url, mode = sys.argv[1:3]
-def config(mode, num_engines):
-    return settings(mode, num_engines, transport="auto", relay_patience_s=0.05)
+def config(mode, num_engines, transport="auto"):
+    return settings(mode, num_engines, transport=transport, relay_patience_s=0.05)
 def say(*words):
     print(*words, flush=True)
 """
 
 TRAINER = """
-rank = int(sys.argv[3])
+rank, transport = int(sys.argv[3]), sys.argv[4]
 for mode in mode.split(","):
     trainer = Trainer(rank, 2)
-    with wbridge.sync.SenderAdapter(trainer.source, rendezvous=url + mode, config=config(mode, 1)) as sender:
+    values = config(mode, 1, transport)
+    with wbridge.sync.SenderAdapter(trainer.source, rendezvous=url + mode, config=values) as sender:
         sender.connect()
         for version in (1, 2, 3):
             trainer.set_version(version)
@@ -154,17 +155,21 @@ def tell(child: subprocess.Popen[str], line: str) -> None:
     child.stdin.flush()
 
 
-def values(mode: str, num_engines: int) -> dict[str, object]:
-    return settings(mode, num_engines, transport="auto", relay_patience_s=0.05)
+def values(mode: str, num_engines: int, transport: str = "auto") -> dict[str, object]:
+    return settings(mode, num_engines, transport=transport, relay_patience_s=0.05)
 
 
-def test_whole_versions_arrive_between_processes_in_every_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "ucxx"])
+def test_whole_versions_arrive_between_processes_in_every_mode(transport: str, tmp_path: Path) -> None:
     url, modes = rendezvous(tmp_path), ",".join(MODES)
-    with process(TRAINER, url, modes, "0") as first, process(TRAINER, url, modes, "1") as second:
+    with (
+        process(TRAINER, url, modes, "0", transport) as first,
+        process(TRAINER, url, modes, "1", transport) as second,
+    ):
         for mode in MODES:
             rollout = Rollout("engine-0")
             with wbridge.sync.ReceiverAdapter(
-                rollout.target, rendezvous=url + mode, config=values(mode, 1)
+                rollout.target, rendezvous=url + mode, config=values(mode, 1, transport)
             ) as receiver:
                 receiver.connect()
                 for version in (1, 2, 3):
