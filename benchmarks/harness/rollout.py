@@ -75,12 +75,16 @@ def groups_of(receiver: wbridge.sync.ReceiverAdapter) -> tuple[Group, ...]:
 
 
 class BareCopy:
-    """The copy from a whole version in host memory into the parameters, without anything around it."""
+    """The copy from a whole version in host memory into parameters, without anything around it.
+
+    The memory is of the benchmark's own on both ends, so that live weights keep their version.
+    """
 
     def __init__(self, parameters: Parameters, groups: tuple[Group, ...]) -> None:
         self._device = open_device("cpu")
         self._groups = groups
-        self._staging = PinnedReceiver(self._device, parameters, groups, num_slots=len(groups))
+        twins = {name: torch.full_like(tensor, -1) for name, tensor in parameters.items()}
+        self._staging = PinnedReceiver(self._device, twins, groups, num_slots=len(groups))
 
     def run(self) -> Cost:
         return measure(self._copy)[1]
