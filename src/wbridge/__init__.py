@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from wbridge.session.endpoints import Source as Source
     from wbridge.session.endpoints import Target as Target
     from wbridge.session.receiver import ReceiverAdapter as ReceiverAdapter
+    from wbridge.session.requests import ServedRequest as ServedRequest
+    from wbridge.session.requests import VersionSpan as VersionSpan
     from wbridge.session.sender import Delivery as Delivery
     from wbridge.session.sender import SenderAdapter as SenderAdapter
     from wbridge.session.updates import RolloutHooks as RolloutHooks
@@ -60,12 +62,14 @@ _HOMES = {
     "ReceiverAdapter": "wbridge.session.receiver",
     "RolloutHooks": "wbridge.session.updates",
     "SenderAdapter": "wbridge.session.sender",
+    "ServedRequest": "wbridge.session.requests",
     "Source": "wbridge.session.endpoints",
     "SourceMap": "wbridge.layout.source_map",
     "Target": "wbridge.session.endpoints",
     "TensorSpec": "wbridge.layout.source_map",
     "Update": "wbridge.session.updates",
     "UpdateAborted": "wbridge.errors",
+    "VersionSpan": "wbridge.session.requests",
     "WBridgeError": "wbridge.errors",
     "WorkerId": "wbridge.ids",
     "build_plan": "wbridge.plan.build",
@@ -91,12 +95,14 @@ __all__ = [
     "ReceiverAdapter",
     "RolloutHooks",
     "SenderAdapter",
+    "ServedRequest",
     "Source",
     "SourceMap",
     "Target",
     "TensorSpec",
     "Update",
     "UpdateAborted",
+    "VersionSpan",
     "WBridgeError",
     "WorkerId",
     "__version__",

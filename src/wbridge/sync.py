@@ -14,6 +14,7 @@ from wbridge.ids import Epoch
 from wbridge.observe.stats import SendStats
 from wbridge.session.endpoints import Source, Target
 from wbridge.session.publication import Outcomes, Publication
+from wbridge.session.requests import ServedRequest
 from wbridge.session.rollout import Rollout
 from wbridge.session.script import drive_blocking
 from wbridge.session.steps import Step
@@ -145,10 +146,14 @@ class ReceiverAdapter:
         """See `wbridge.ReceiverAdapter.step`; use it with `with`."""
         return self._rollout.step()
 
+    def request(self) -> ServedRequest:
+        """See `wbridge.ReceiverAdapter.request`."""
+        return ServedRequest(self._rollout)
+
     @property
     def version(self) -> int | None:
         """The version of the live weights; None before the first commit, and while they are tainted."""
-        return self._rollout.version
+        return self._rollout.serving.version
 
     @property
     def epoch(self) -> Epoch | None:

@@ -141,6 +141,9 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
         assert output is not None
         return list(output.outputs[0].token_ids)
 
+    async def served(request: str) -> list[tuple[int | None, int]]:
+        return [(span.version, span.count) for span in await bridge.request_versions(request)]
+
     try:
         await bridge.connect(50)
         polling = asyncio.create_task(bridge.run())
@@ -153,7 +156,7 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
         trainer.go.release()
         long = await asyncio.gather(*running)
         await until(2)
-        spans = [await bridge.request_versions(f"long-{k}") for k in range(3)]
+        spans = [await served(f"long-{k}") for k in range(3)]
         second = await generate("second", NUM_TOKENS)
         polling.cancel()
         trainer.go.release()
@@ -163,12 +166,12 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
         third = await generate("third", NUM_TOKENS)
         return {
             "third": third,
-            "third_spans": await bridge.request_versions("third"),
+            "third_spans": await served("third"),
             "first": first,
             "second": second,
             "long": [len(tokens) for tokens in long],
             "spans": spans,
-            "first_spans": await bridge.request_versions("first"),
+            "first_spans": await served("first"),
             "label": await engine.get_weight_version(),
         }
     finally:

@@ -111,7 +111,7 @@ class Rollout:
         number = int(output.request_id.split("/")[0])
         prompt, samples, versions = self._groups[number]
         samples.append(list(output.outputs[0].token_ids))
-        versions += [version for version, _ in self._worker.wbridge_request_versions(output.request_id)]
+        versions += [version for version, *_ in self._worker.wbridge_request_versions(output.request_id)]
         if len(samples) == GROUP_SIZE:
             del self._groups[number]
             self._finished.append(Group(prompt, samples, min(versions)))

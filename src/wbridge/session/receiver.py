@@ -11,6 +11,7 @@ from wbridge.config import Config
 from wbridge.device.base import Device, Stream
 from wbridge.ids import Epoch
 from wbridge.session.endpoints import Target
+from wbridge.session.requests import ServedRequest
 from wbridge.session.rollout import Rollout
 from wbridge.session.script import drive_async
 from wbridge.session.steps import Step
@@ -92,10 +93,14 @@ class ReceiverAdapter:
         """
         return self._rollout.step()
 
+    def request(self) -> ServedRequest:
+        """Begin a request that knows its versions: the one it begins with, and which computed what of it."""
+        return ServedRequest(self._rollout)
+
     @property
     def version(self) -> int | None:
         """The version of the live weights; None before the first commit, and while they are tainted."""
-        return self._rollout.version
+        return self._rollout.serving.version
 
     @property
     def epoch(self) -> Epoch | None:

@@ -29,7 +29,7 @@ from wbridge.session.gate import StepGate
 from wbridge.session.member import Addresses
 from wbridge.session.script import Run, Script, Wait, first_done
 from wbridge.session.steps import Step, is_inside_step
-from wbridge.session.updates import RolloutHooks, Update
+from wbridge.session.updates import RolloutHooks, Serving, Update
 from wbridge.session.worker import Worker, load_job
 
 YIELD_S = 0.001
@@ -68,11 +68,10 @@ class Rollout:
         self._yielded_s = 0.0
         self._is_cancelled = False
         self._has_paused = False  # `before_apply` was begun in this poll
-        self._tainted = ""
         self._is_live = False
         self._unsent: list[FlowMessage] = []
         self.gate: StepGate = StepGate()
-        self.version: int | None = None
+        self.serving: Serving = Serving()
 
     # The caller's side ---------------------------------------------------------------------------------
 
@@ -207,11 +206,11 @@ class Rollout:
             return None
         if leave.outcome == "tainted":
             self._taint(f"version {leave.version} (ticket {leave.ticket}) failed midway")
-            error = f"{self._target.worker}: {self._tainted}; poll until a whole version lands"
+            error = f"{self._target.worker}: {self.serving.tainted}; poll until a whole version lands"
             yield from self._resume(None, UpdateAborted(error))  # raises it
         assert self._applying is not None
         self._committed = self._applying
-        self.version, self._tainted = leave.version, ""
+        self.serving = Serving(leave.version, leave.ticket)
         metadata = msgspec.msgpack.decode(self._packed) if self._packed else {}
         update = Update(leave.version, self._committed.epoch, leave.ticket, metadata, stats)
         yield from self._resume(update)
@@ -241,18 +240,19 @@ class Rollout:
         return kind(f"{self._target.worker}: {fails.reason}; close this adapter and connect again")
 
     def _taint(self, reason: str) -> None:
-        self.version, self._tainted = None, reason
+        self.serving = Serving(tainted=reason)
 
-    def step(self) -> Step:
-        return Step(self.gate, self.version_for_step)
+    def step(self, on_success: Callable[[], None] | None = None) -> Step:
+        return Step(self.gate, self._version_for_step, on_success)
 
-    def version_for_step(self) -> int | None:
-        if self._tainted:
+    def _version_for_step(self) -> int | None:
+        serving = self.serving
+        if serving.tainted:
             raise UpdateAborted(
-                f"{self._target.worker}: the weights are tainted: {self._tainted};"
+                f"{self._target.worker}: the weights are tainted: {serving.tainted};"
                 " poll until a whole version lands"
             )
-        return self.version
+        return serving.version
 
     def close(self) -> Script[None]:
         yield from self._worker.close()
@@ -323,7 +323,7 @@ class Rollout:
 
     @property
     def committed(self) -> Committed | None:
-        return self._committed if self.version is not None else None
+        return self._committed if self.serving.version is not None else None
 
     # The loop thread: what the lockstep asks -------------------------------------------------------------
 

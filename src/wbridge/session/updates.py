@@ -26,6 +26,16 @@ class Update(msgspec.Struct, frozen=True):
     stats: UpdateStats
 
 
+class Serving(msgspec.Struct, frozen=True):
+    """What the live weights are. Each update and each taint makes a new one, told apart by identity."""
+
+    version: int | None = None
+    """None before the first update, and while the weights are tainted."""
+    ticket: int | None = None
+    tainted: str = ""
+    """Why the weights are neither old nor new."""
+
+
 class RolloutHooks(Protocol):
     """What an inference server does around an update. Runs in the caller's context, inside the poll.
 

@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import pytest
 
+from wbridge.session.gate import StepGate
+from wbridge.session.requests import ServedRequest
+from wbridge.session.updates import Serving
+
 pytestmark = pytest.mark.backend
 pytest.importorskip("vllm")
 
 
-def test_spans_join_steps_of_one_version_and_are_given_once() -> None:
-    from wbridge.integrations.vllm.worker import RequestVersions
+class Begins:
+    """Gives out records of requests served by weights that a test sets."""
 
-    versions = RequestVersions()
-    versions.record(None, {"a-12345678": 5, "b": 2})
-    versions.record(3, {"a-12345678": 1})
-    versions.record(3, {"a-12345678": 1, "b": 1})
-    assert versions.take("a") == [(None, 5), (3, 2)]
-    assert versions.take("a") == []
-    assert versions.take("b") == [(None, 2), (3, 1)]
+    def __init__(self) -> None:
+        self.serving = Serving()
+        self.gate = StepGate()
+
+    def __call__(self) -> ServedRequest:
+        return ServedRequest(self)  # type: ignore[arg-type]  # has what a request looks at
+
+
+def test_spans_join_steps_of_one_version_and_are_given_once() -> None:
+    from wbridge.integrations.vllm.worker import ServedRequests
+
+    begin, requests = Begins(), ServedRequests()
+    requests.advance({"a-12345678": 5, "b": 2}, begin)
+    begin.serving = Serving(3, 1)
+    requests.advance({"a-12345678": 1}, begin)
+    requests.advance({"a-12345678": 1, "b": 1}, begin)
+    assert requests.take("a") == [(None, None, 5), (3, 1, 2)]
+    assert requests.take("a") == []
+    assert requests.take("b") == [(None, None, 2), (3, 1, 1)]
 
 
 def test_old_requests_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     from wbridge.integrations.vllm import worker
 
     monkeypatch.setattr(worker, "_KEPT_REQUESTS", 2)
-    versions = worker.RequestVersions()
+    begin, requests = Begins(), worker.ServedRequests()
     for request in ("a", "b", "a", "c"):
-        versions.record(1, {request: 1})
-    assert versions.take("b") == []
-    assert versions.take("a") == [(1, 2)]
+        requests.advance({request: 1}, begin)
+    assert requests.take("b") == []
+    assert requests.take("a") == [(None, None, 2)]
 
 
 def test_registering_twice_is_harmless_and_names_are_importable() -> None:

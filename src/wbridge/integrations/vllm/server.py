@@ -8,7 +8,7 @@ from typing import Any  # vLLM's prompts, parameters and outputs, passed through
 import anyio
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-from wbridge.integrations.vllm.worker import VersionSpan
+from wbridge.session.requests import VersionSpan
 
 OnUpdate = Callable[[int], Awaitable[None]]
 
@@ -82,10 +82,11 @@ class EngineBridge:
         async for output in self._engine.generate(salted, sampling_params, request_id):
             yield output
 
-    async def request_versions(self, request_id: str) -> list[VersionSpan]:
-        """Return which versions computed the tokens of a finished request, oldest first; only once."""
+    async def request_versions(self, request_id: str) -> tuple[VersionSpan, ...]:
+        """Return which versions computed the tokens of a finished request (those of its prompt included),
+        oldest first; only once."""
         spans = await self._engine.collective_rpc("wbridge_request_versions", args=(request_id,))
-        return [(version, count) for version, count in spans[0]]
+        return tuple(VersionSpan(*span) for span in spans[0])
 
     async def close(self) -> None:
         """Leave the job; the engine goes on with the weights it has."""

@@ -4,47 +4,49 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any  # vLLM's scheduler and model outputs, passed through
 
+import msgspec
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from wbridge.integrations.vllm import BACKEND
 from wbridge.integrations.vllm.transfer import BridgeTransfer
+from wbridge.session.requests import ServedRequest
 
 _KEPT_REQUESTS = 4096
-"""Finished requests whose versions a worker remembers."""
+"""Requests whose versions a worker remembers."""
 
-VersionSpan = tuple[int | None, int]
-"""(version, number of tokens computed with it, the prompt's included)."""
+Spans = list[tuple[int | None, int | None, int]]
+"""`wbridge.VersionSpan`s as plain values, since vLLM carries nothing else between its processes."""
 
 
-class RequestVersions:
-    """Which version computed how many tokens of each request, for the requests seen last."""
+class ServedRequests:
+    """The requests that a worker has seen last, by vLLM's ids. A unit is a token, the prompt's included."""
 
     def __init__(self) -> None:
-        self._spans: OrderedDict[str, list[VersionSpan]] = OrderedDict()
+        self._served: OrderedDict[str, ServedRequest] = OrderedDict()
 
-    def record(self, version: int | None, num_tokens: dict[str, int]) -> None:
-        """Note one engine step: the tokens scheduled for each request ran with `version`."""
+    def advance(self, num_tokens: Mapping[str, int], begin: Callable[[], ServedRequest]) -> None:
+        """Note what a step computes, while it is open; `begin` gives a record for a new request."""
         for request, count in num_tokens.items():
-            spans = self._spans.setdefault(request, [])
-            if spans and spans[-1][0] == version:
-                spans[-1] = (version, spans[-1][1] + count)
-            else:
-                spans.append((version, count))
-            self._spans.move_to_end(request)
-        while len(self._spans) > _KEPT_REQUESTS:
-            self._spans.popitem(last=False)
+            served = self._served.get(request)
+            if served is None:
+                served = self._served[request] = begin()
+            served.advance(count)
+            self._served.move_to_end(request)
+        while len(self._served) > _KEPT_REQUESTS:
+            self._served.popitem(last=False)
 
-    def take(self, request: str) -> list[VersionSpan]:
+    def take(self, request: str) -> Spans:
         """Return and forget the spans of a request; empty if it is unknown.
 
         vLLM appends a random suffix to the caller's request id: both forms are understood.
         """
-        internal = next((r for r in self._spans if request in (r, r.rpartition("-")[0])), None)
-        return self._spans.pop(internal) if internal is not None else []
+        internal = next((r for r in self._served if request in (r, r.rpartition("-")[0])), None)
+        spans = self._served.pop(internal).spans if internal is not None else ()
+        return [msgspec.structs.astuple(span) for span in spans]
 
 
 class WorkerExtension:
@@ -60,10 +62,10 @@ class WorkerExtension:
         transfer.poll(wait_s)
         return transfer.receiver.version
 
-    def wbridge_request_versions(self, request: str) -> list[VersionSpan]:
+    def wbridge_request_versions(self, request: str) -> Spans:
         """Return which versions computed a request, oldest first, and forget them."""
-        versions: RequestVersions | None = getattr(self, "_wbridge_versions", None)
-        return versions.take(request) if versions is not None else []
+        served: ServedRequests | None = getattr(self, "_wbridge_served", None)
+        return served.take(request) if served is not None else []
 
     def wbridge_counters(self) -> dict[str, int]:
         """Return the transport's counters of this worker."""
@@ -87,11 +89,11 @@ def _polling(execute_model: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(transfer, BridgeTransfer) or transfer.receiver is None:
             return execute_model(self, scheduler_output)
         transfer.poll()
-        with transfer.receiver.step() as version:
+        if not hasattr(worker, "_wbridge_served"):
+            worker._wbridge_served = ServedRequests()
+        with transfer.receiver.step():
             output = execute_model(self, scheduler_output)
-        if not hasattr(worker, "_wbridge_versions"):
-            worker._wbridge_versions = RequestVersions()
-        worker._wbridge_versions.record(version, scheduler_output.num_scheduled_tokens)
+            worker._wbridge_served.advance(scheduler_output.num_scheduled_tokens, transfer.receiver.request)
         return output
 
     return polled
