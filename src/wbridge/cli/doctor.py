@@ -31,7 +31,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def run(options: argparse.Namespace) -> int:
-    findings = [_packages(), _host(), _processes(), _rdma(), _gpu()]
+    findings = [_packages(), _host(), _hosts(), _rdma(), _gpu()]
     verdicts = {True: "ok", False: "missing", None: "absent"}
     print_table(("what", "verdict", "detail"), ((f.subject, verdicts[f.ok], f.detail) for f in findings))
     return 1 if any(finding.ok is False for finding in findings) else 0
@@ -48,14 +48,14 @@ def _host() -> Finding:
     return _try("host identity", host_identity)
 
 
-def _processes() -> Finding:
-    """Workers in different processes need ucxx."""
+def _hosts() -> Finding:
+    """Workers on different hosts need ucxx."""
 
     def version() -> str:
         ucxx = native.require("ucxx")
         return f"ucxx {ucxx.__version__}, UCX {'.'.join(map(str, ucxx.get_ucx_version()))} in {_ucx_folder()}"
 
-    return _try("between processes", version)
+    return _try("between hosts", version)
 
 
 def _rdma() -> Finding:
