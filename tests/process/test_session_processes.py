@@ -126,9 +126,10 @@ with (
 
 
 @contextmanager
-def process(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def process(script: str, *arguments: str, first: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Run `script`; `first` comes before all imports."""
     child = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + script, *arguments],
+        [sys.executable, "-c", first + PRELUDE + script, *arguments],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -8,12 +8,22 @@ from pathlib import Path
 
 import pytest
 
+import wbridge.sync
 from tests.docs.test_code_blocks import program
+from tests.models.toy import Trainer
+from tests.process.test_session_processes import heard, process
+from tests.unit.session.job import rendezvous
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['ucxx', 'cuda', 'rmm']))\n"
+ENGINE = """
+rollout = Rollout()
+with wbridge.sync.ReceiverAdapter(rollout.target, rendezvous=url, config={"mode": mode}) as receiver:
+    receiver.connect()
+    say(receiver.poll_requests(wait_s=20.0).version, rollout.holds(1))
+"""
 OPEN_UCXX = """
 import anyio
 from wbridge import Config
@@ -37,6 +47,18 @@ def test_one_process_needs_no_extra(tmp_path: Path) -> None:
     run = run_without(program(ROOT / "README.md"), tmp_path)
     assert run.returncode == 0, run.stderr
     assert "version 3" in run.stdout
+
+
+def test_one_host_needs_no_extra(tmp_path: Path) -> None:
+    trainer, url = Trainer(), rendezvous(tmp_path)
+    with (
+        process(ENGINE, url, "async", first=WITHOUT) as engine,
+        wbridge.sync.SenderAdapter(trainer.source, rendezvous=url, config={"mode": "async"}) as sender,
+    ):
+        sender.connect()
+        trainer.set_version(1)
+        assert sender.send_weights(1).applied() == {"engine-0": "applied"}
+        assert heard(engine) == "1 True"
 
 
 def test_asking_for_ucxx_names_the_extra(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_what_is_missing_comes_with_its_remedy(
     assert main(["doctor"]) == 1
 
     report = rows(capsys.readouterr().out)
-    assert report["between processes"] == "missing  ucxx is not installed; install the extra"
+    assert report["between hosts"] == "missing  ucxx is not installed; install the extra"
     assert report["RDMA"].startswith("absent")
     assert report["wbridge"].startswith("ok")
 
