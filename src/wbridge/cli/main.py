@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wbridge import __version__
-from wbridge.cli import config, coordinator, doctor, status
+from wbridge.cli import advise, config, coordinator, doctor, status
 from wbridge.errors import WBridgeError
 
 
@@ -45,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--timeout-s", type=float, default=10.0, help="how long to look for the coordinator")
     command.add_argument("--json", action="store_true", help="print a JSON object")
     command.set_defaults(run=status.run)
+
+    command = commands.add_parser("advise", help="say what each mode would cost a job, and which to choose")
+    advise.add_arguments(command)
+    _add_settings(command)
+    command.set_defaults(run=advise.run)
 
     command = commands.add_parser(
         "doctor", help="say what works on this machine, and what to do about the rest"
