@@ -3,6 +3,9 @@
 Channels between leader and workers are FIFO and arbitrarily slow. Steps depend on each other: `tp`, a
 step ends when all have begun it; `pp`, a stage needs the stage before it, the first stage the last one's
 step two earlier; `free`, workers may be two steps apart. Checked: one step index, one version.
+
+Where bytes land: with pinned rings before the hold; `direct`, while all are parked; on the `small` workers
+as much as their ring takes before the hold, and the rest while all are parked.
 """
 
 from __future__ import annotations
@@ -66,6 +69,8 @@ class LockstepWorld:
         num_workers: int = 2,
         num_tickets: int = 1,
         direct: bool = False,
+        small: tuple[int, ...] = (),
+        failures: int = 0,
         timeouts: int = 0,
         refusals: int = 0,
         cancels: int = 0,
@@ -81,10 +86,11 @@ class LockstepWorld:
         self.direct = direct
         self.brisk = brisk  # a step and its poll are one: the moments inside are not looked at
         self.slow_hooks = refusals > 0
-        self.slow_apply = slow_apply or direct or deaths > 0
+        self.small = small
+        self.slow_apply = slow_apply or direct or deaths > 0 or bool(small)
         self.leader_dies = leader_dies
         self.budget = {"timeout": timeouts, "refusal": refusals, "cancel": cancels, "death": deaths}
-        self.budget["abort"] = aborts
+        self.budget |= {"abort": aborts, "failure": failures}
         self.workers = [Worker(follower) for _ in range(num_workers)]
         self.down: list[list[Any]] = [[] for _ in self.workers]
         self.up: list[list[Any]] = [[] for _ in self.workers]
@@ -92,6 +98,7 @@ class LockstepWorld:
         self.leader_lives = True
         self.num_tickets = num_tickets
         self.open = 0  # the ticket granted to the engine
+        self.aborted = False  # no more bytes of it come
         self.finished: list[str] = []  # outcomes, ticket by ticket
         self.offer = 0
         self.asked = False  # an offer waits at the coordinator
@@ -121,7 +128,7 @@ class LockstepWorld:
         if not self.leader_lives:
             return
         if self.asked and not self.open and len(self.finished) < self.num_tickets:
-            yield f"ticket {len(self.finished) + 1} granted" + ("" if self.direct else " and landed"), "grant"
+            yield f"ticket {len(self.finished) + 1} granted", "grant"
         if self.asked and self.direct and len(self.finished) == self.num_tickets:
             yield "coordinator: refuses", "refuse_offer"
         if self.open and self.budget["abort"]:
@@ -149,9 +156,16 @@ class LockstepWorld:
             yield f"worker {i}: before_apply", "run_hook", i, True
             if self.budget["refusal"]:
                 yield f"~worker {i}: before_apply refuses", "run_hook", i, False
-        if worker.apply and (not self.direct or worker.bytes or worker.void):
-            yield f"worker {i}: applies ticket {worker.apply.ticket}", "end_apply", i
-        if worker.apply and self.direct and not worker.bytes and not worker.void:
+        if worker.filling and worker.filling == self.open and not self.aborted:
+            yield f"worker {i}: its ring is full", "fill", i
+        if worker.apply and worker.bytes:
+            yield f"worker {i}: applies ticket {worker.apply.ticket}", "end_apply", i, "applied"
+        if worker.apply and worker.void:
+            yield f"worker {i}: gives up, nothing written", "end_apply", i, "aborted"
+            yield f"worker {i}: gives up, some written", "end_apply", i, "tainted"
+        if worker.apply and self.budget["failure"]:
+            yield f"~worker {i}: a copy fails", "fail_apply", i
+        if worker.apply and not (worker.bytes or worker.void or self.aborted):
             yield f"worker {i}: bytes arrive", "arrive", i
         if self.down[i]:
             yield f"worker {i}: {self.down[i][0]}", "tell", i
@@ -215,33 +229,40 @@ class LockstepWorld:
             self.budget["refusal"] -= 1
             self.follow(i, worker.follower.refused(hold, "busy"))
 
+    def fill(self, i: int) -> None:
+        ticket, self.workers[i].filling = self.workers[i].filling, 0
+        self.up[i].append(Landed(ticket, whole=False))
+
     def arrive(self, i: int) -> None:
         worker = self.workers[i]
         worker.bytes = True
         assert worker.apply is not None
         self.up[i].append(Landed(worker.apply.ticket))
 
-    def end_apply(self, i: int) -> None:
+    def end_apply(self, i: int, outcome: Any) -> None:
         worker = self.workers[i]
         assert worker.apply is not None
         apply, worker.apply = worker.apply, None
-        outcome: Any = "applied"
-        if self.direct and not worker.bytes:
-            outcome = "aborted"
-        else:
-            worker.version = apply.version
+        if outcome != "aborted":
+            worker.version = apply.version if outcome == "applied" else -1
         self.follow(i, worker.follower.applied(apply.hold, outcome))
+
+    def fail_apply(self, i: int) -> None:
+        self.budget["failure"] -= 1
+        self.workers[i].void = True
+        self.end_apply(i, "tainted")
 
     def tell(self, i: int) -> None:
         worker, message = self.workers[i], self.down[i].pop(0)
         if message == CLOSED:
             self.follow(i, worker.follower.leader_lost("connection lost"))
         elif isinstance(message, TicketAborted):
-            worker.void = not worker.bytes
-            if worker.apply and worker.apply.ticket == message.ticket and not self.direct:
+            worker.void, worker.filling = True, 0
+            if worker.apply and worker.apply.ticket == message.ticket and self.holds_all:
                 self.fault = f"worker {i} loses ticket {message.ticket} after its commit"
         elif isinstance(message, Serve):
-            worker.bytes = worker.void = False
+            worker.bytes = not self.direct and i not in self.small
+            worker.void, worker.filling = False, message.ticket if i in self.small else 0
         elif message != FOLLOW:
             self.follow(i, worker.follower.message(message))
 
@@ -273,7 +294,7 @@ class LockstepWorld:
             elif isinstance(action, Apply):
                 worker.apply = action
                 if not self.slow_apply:
-                    self.end_apply(i)
+                    self.end_apply(i, "applied")
             elif isinstance(action, Unpark | Leave | PollFails):
                 assert worker.phase == "waiting", f"{action} without a poll"
                 worker.phase, worker.timer, worker.hook, worker.cancelled = "between", 0, 0, False
@@ -287,6 +308,11 @@ class LockstepWorld:
         worker.phase, worker.outcome = "gone", "tainted" if fails.tainted else "clean"
         if not fails.tainted and any(other.version > worker.version for other in self.workers):
             self.fault = f"worker {i} fails clean on v{worker.version} while a peer has applied a newer one"
+
+    @property
+    def holds_all(self) -> bool:
+        """A commit means that every byte is there."""
+        return not self.direct and not self.small
 
     # Leader and coordinator ------------------------------------------------------------------------------
 
@@ -337,11 +363,14 @@ class LockstepWorld:
 
     def grant(self) -> None:
         self.asked = False
-        self.open = len(self.finished) + 1
+        self.open, self.aborted = len(self.finished) + 1, False
         self.lead(self.leader.serve(Serve(self.open, self.open, ("e",))))
-        if not self.direct:
-            for i in range(len(self.workers)):
-                self.lead(self.leader.landed(i, Landed(self.open)))
+        self.land_whole_rings(self.open)
+
+    def land_whole_rings(self, ticket: int) -> None:
+        for i in range(0 if self.direct else len(self.workers)):
+            if i not in self.small:
+                self.lead(self.leader.landed(i, Landed(ticket)))
 
     def refuse_offer(self) -> None:
         self.asked = False
@@ -349,6 +378,7 @@ class LockstepWorld:
 
     def abort(self) -> None:
         self.budget["abort"] -= 1
+        self.aborted = True
         self.lead(self.leader.ticket_aborted(TicketAborted(self.open, ("e",), "test")))
 
     def outlive(self, action: Any) -> None:

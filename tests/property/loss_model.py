@@ -1,7 +1,7 @@
 """A job for the explorer: the coordinator is lost at any point, for good or until a new incarnation comes.
 
 One trainer, one engine of two workers. The new coordinator numbers its tickets from 1 again. Of a grant
-that is on its way when the coordinator dies, either end may get nothing.
+that is on its way when the coordinator dies, either end may get nothing; the trainer may die with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.property.lockstep_model import FOLLOW, LockstepWorld
 from wbridge.flow.actions import Separated, StartGrantTimer
-from wbridge.flow.messages import Announced, Finished, Landed, OfferRefused, Serve, WithdrawOffer
+from wbridge.flow.messages import Announced, Finished, OfferRefused, Serve, WithdrawOffer
 
 LOST = "coordinator lost"
 NEW = "new coordinator"
@@ -30,10 +30,10 @@ class LossWorld(LockstepWorld):
 
     def coordinator_steps(self) -> Iterator[tuple[Any, ...]]:
         if self.coordinator == "first":
-            for trainer_gets in {True, self.trainer != "coming"}:
+            for trainer_gets in {True, self.trainer == "none"}:
                 for lost in {0, len(self.to_leader)}:
                     yield (
-                        f"~coordinator dies, trainer gets: {trainer_gets}, {lost} lost",
+                        f"~coordinator dies, trainer lives and gets the grant: {trainer_gets}, {lost} lost",
                         "crash",
                         trainer_gets,
                         lost,
@@ -62,10 +62,11 @@ class LossWorld(LockstepWorld):
     def worker_steps(self, i: int, worker: Any) -> Iterator[tuple[Any, ...]]:
         moving = self.trainer == "has" and self.trainer_incarnation == self.incarnation
         for step in super().worker_steps(i, worker):
-            if step[1] != "arrive" or moving:
+            if step[1] not in ("arrive", "fill") or moving:
                 yield step
         grant = self.leader._grant
-        if i == 0 and moving and not self.direct and grant is not None and not self.leader._landed:
+        pinned = not self.direct and len(self.small) < len(self.workers)
+        if i == 0 and moving and pinned and grant is not None and not self.leader._landed:
             yield "the bytes land", "land_all"
 
     def grant(self) -> None:
@@ -79,13 +80,11 @@ class LossWorld(LockstepWorld):
         self.to_leader.append(OfferRefused(self.offer, "nothing open"))
 
     def land_all(self) -> None:
-        ticket = self.leader._grant.ticket  # type: ignore[union-attr]  # checked by the step
-        for i in range(len(self.workers)):
-            self.lead(self.leader.landed(i, Landed(ticket)))
+        self.land_whole_rings(self.leader._grant.ticket)  # type: ignore[union-attr]  # checked by the step
 
     def crash(self, trainer_gets: bool, lost: int) -> None:
         self.coordinator = "dead"
-        if self.trainer == "coming":
+        if self.trainer != "none":
             self.trainer = "has" if trainer_gets else "none"
         del self.to_leader[len(self.to_leader) - lost :]
         self.to_leader.append(LOST)

@@ -2,6 +2,8 @@
 
 Puts are raw: they land in a slot's memory whoever owns it by then; the notification comes later. Credits,
 control, puts, notifications and stop messages have channels of their own, FIFO each, unordered among them.
+With `checks` a piece counts only when its bytes have been read, which takes a while. Nothing is drained
+before the ring has said that it is as full as it gets.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class RingWorld:
         fences: int = 0,
         epochs: int = 0,
         absent: str = "",
+        checks: bool = False,
         ring: type[ReceiverRing] = ReceiverRing,
         outgoing: type[Outgoing] = Outgoing,
     ) -> None:
@@ -62,6 +65,9 @@ class RingWorld:
         self.granted: dict[int, list[Incoming]] = {}
         self.absent = absent  # a writer that has no part in ticket 1
         self.moves = moves
+        self.slow_checks = checks
+        self.checks: list[tuple[str, Arrived, int, int]] = []  # writer, piece, slot and its generation
+        self.full = 0  # the ticket that may be drained
         self.budget = {"abort": aborts, "move": moves, "death": deaths, "fence": fences, "epoch": epochs}
         self.ring = ring(num_slots)
         self.writers = {name: Writer(outgoing) for name in "AB"}
@@ -94,7 +100,9 @@ class RingWorld:
             yield "~coordinator: group 1 of ticket 1 now comes from B", "move"
         if self.control:
             yield f"R: {self.control[0]}", "hear_control"
-        for slot in sorted(self.ready):
+        for check in self.checks:
+            yield f"R: {check[1]} of {check[0]} is checked", "end_check", check
+        for slot in sorted(self.ready) if self.full == self.open else ():
             yield f"R: drains slot {slot} {self.ready[slot]}", "drain", slot
         if self.budget["fence"]:
             for slot, ticket in sorted(self.takes_back.items()):
@@ -137,8 +145,10 @@ class RingWorld:
             flying = [(put[0] - 100, *put[1:]) for put in writer.flying]
             writer.__dict__.update(Writer(type(writer.outgoing)).__dict__)
             writer.flying = flying
-        self.control, self.ready, self.takes_back = [], {}, {}
-        self.drained, self.aborted = {1: 0, 2: 0}, 0
+        for _, _, slot, _ in self.checks:
+            self.ring.checked(slot)
+        self.checks, self.control, self.ready, self.takes_back = [], [], {}, {}
+        self.drained, self.aborted, self.full = {1: 0, 2: 0}, 0, 0
         self.receive(self.ring.renew())
         self.grant(1)
 
@@ -174,7 +184,8 @@ class RingWorld:
     def hear_control(self) -> None:
         word, ticket = self.control.pop(0)
         if word == "grant":
-            self.receive(self.ring.grant(ticket, self.granted[ticket]))
+            before_hold = min(len(self.plan), len(self.memory))
+            self.receive(self.ring.grant(ticket, self.granted[ticket], before_hold=before_hold))
         elif word == "abort" and self.drained[ticket] < len(self.plan):
             self.ready = {s: key for s, key in self.ready.items() if key[0] != ticket}
             self.receive(self.ring.abort(ticket))
@@ -183,7 +194,21 @@ class RingWorld:
             self.receive(self.ring.reassign(ticket, 1, 0, "B"))
 
     def hear_note(self, name: str) -> None:
-        self.receive(self.ring.arrived(name, self.writers[name].notes.pop(0)))
+        note = self.writers[name].notes.pop(0)
+        slot = self.ring.checking(note) if self.slow_checks else None
+        if slot is None:
+            self.receive(self.ring.arrived(name, note))
+        else:
+            self.checks.append((name, note, slot, self.generation[slot]))
+
+    def end_check(self, check: tuple[str, Arrived, int, int]) -> None:
+        self.checks.remove(check)
+        name, note, slot, generation = check
+        kept = (note.ticket, note.group, note.piece) in self.memory[slot]
+        if generation == self.generation[slot] and not kept:
+            self.fault = f"slot {slot} is used again while {note} is being checked there"
+        self.receive(self.ring.arrived(name, note))
+        self.receive(self.ring.checked(slot))
 
     def hear_stop(self, name: str) -> None:
         self.receive(self.ring.stopped(name, self.writers[name].stops.pop(0)))
@@ -222,7 +247,10 @@ class RingWorld:
                 self.receive(self.ring.replaced(action.slot))
             else:
                 assert isinstance(action, ToLeader)
-                assert not isinstance(action.message, Landed) or action.message.ticket == self.open
+                if isinstance(action.message, Landed):
+                    assert action.message.ticket == self.open
+                    assert action.message.whole or self.full != self.open, "full twice"
+                    self.full = self.open
 
     # Writers ------------------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ class Worker:
         self.hook = 0
         self.apply: Apply | None = None
         self.cancelled = False
-        self.bytes = False  # direct: the granted bytes are here
-        self.void = False  # direct: they will not come
+        self.filling = 0  # small ring: the ticket of which as much as fits is on its way
+        self.bytes = False  # the granted bytes are here
+        self.void = False  # the grant is void
 
 
 def can_finish(workers: list[Worker], depends: str, i: int) -> bool:

@@ -1,7 +1,8 @@
 """All interleavings of small jobs of one engine, run on the product's own state machines.
 
 The models pass as they are, and fail when one rule of the protocol is switched off: a model that can not
-fail shows nothing. `B1` to `B4` are the rules of the lockstep, `E1` to `E3` those of losing the coordinator.
+fail shows nothing. `B1` to `B4` are the rules of the lockstep, `E1` to `E3` those of losing the coordinator,
+`S1` to `S3` those of rings that hold less than a version.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.property.loss_model import LossWorld
 from wbridge.flow.actions import LeaderAction, Separated, ToLeader, ToWorkers, Unpark
 from wbridge.flow.follower import Follower
 from wbridge.flow.leader import Leader
-from wbridge.flow.messages import Promise, TicketAborted
+from wbridge.flow.messages import Landed, Promise, TicketAborted
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,18 @@ from wbridge.flow.messages import Promise, TicketAborted
         *[case(depends=d, deaths=1, leader_dies=True) for d in ("tp", "pp")],
         *[case(depends=d, direct=True, aborts=1) for d in ("tp", "pp", "free")],
         case(depends="tp", timeouts=1),
+        case(depends="tp", small=(0, 1)),
+        case(depends="pp", brisk=True, small=(1,), aborts=1),
+        case(depends="pp", brisk=True, small=(0, 1), failures=1),
+        *[case(depends="pp", brisk=True, small=(0, 1), deaths=1, leader_dies=who) for who in (False, True)],
+        *[case(depends=d, slow=True, small=(1,), aborts=1) for d in ("tp", "pp")],
+        *[
+            case(depends="free", slow=True, brisk=True, small=(0, 1), **{f: 1})
+            for f in ("cancels", "timeouts")
+        ],
+        case(depends="pp", slow=True, brisk=True, small=(0, 1), failures=1, aborts=1, refusals=1),
+        case(depends="pp", slow=True, brisk=True, small=(0, 1), num_tickets=2, aborts=1),
+        case(depends="pp", slow=True, brisk=True, num_workers=3, small=(0, 2)),
         *[case(depends=d, slow=True, cancels=1, refusals=1) for d in ("tp", "pp")],
         *[case(depends=d, slow=True, timeouts=1) for d in ("pp", "free")],
         *[case(depends=d, slow=True, aborts=1, slow_apply=True) for d in ("tp", "pp")],
@@ -91,6 +104,21 @@ class AbortsCommitted(Leader):
             super()._abort_grant(message, out)
 
 
+class HoldsWhenLanded(Leader):
+    """S1 off: an engine is held when everything has landed, however small its rings."""
+
+    def landed(self, worker: int, message: Landed) -> list[LeaderAction]:
+        return super().landed(worker, message) if message.whole else []
+
+
+class ThinksCommittedIsSafe(Leader):
+    """S2 off: after the commit no abort reaches the workers, although bytes are missing."""
+
+    def _abort_grant(self, message: TicketAborted, out: list[Any]) -> None:
+        if self._phase != "committed":
+            super()._abort_grant(message, out)
+
+
 @pytest.mark.parametrize(
     ("verdict", "options"),
     [
@@ -100,6 +128,8 @@ class AbortsCommitted(Leader):
         case("", depends="tp", cancels=1, follower=CancelledLeaves),
         case("clean", depends="tp", deaths=1, leader_dies=True, follower=NeverInDoubt),
         case("after its commit", depends="tp", aborts=1, slow_apply=True, leader=AbortsCommitted),
+        case("stuck", depends="tp", small=(1,), leader=HoldsWhenLanded),
+        case("stuck", depends="pp", brisk=True, small=(1,), aborts=1, leader=ThinksCommittedIsSafe),
     ],
 )
 def test_lockstep_without_a_rule(verdict: str, options: dict[str, Any]) -> None:
@@ -112,6 +142,9 @@ def test_lockstep_without_a_rule(verdict: str, options: dict[str, Any]) -> None:
     [
         case(depends="pp", direct=True, restart=False),
         case(depends="pp", direct=False, restart=False),
+        case(depends="pp", slow=True, small=(0, 1), restart=False),
+        case(depends="pp", slow=True, small=(1,), restart=False),
+        case(depends="pp", slow=True, small=(0, 1), restart=True),
         case(depends="pp", slow=True, direct=True, restart=True),
         case(depends="pp", slow=True, direct=False, restart=True),
     ],
@@ -139,6 +172,13 @@ class KeepsTicketOrder(Leader):
         self._answered = answered
 
 
+class ThinksCommittedCompletes(Leader):
+    """S3 off: a commit counts as completing, although the rest of the bytes has yet to come."""
+
+    def grant_timed_out(self, ticket: int) -> list[LeaderAction]:
+        return [] if self._phase == "committed" else super().grant_timed_out(ticket)
+
+
 class StaysParked(Leader):
     """E3 off: the loss of the coordinator changes nothing."""
 
@@ -153,6 +193,7 @@ class StaysParked(Leader):
         case(ChangesInMidCommit, direct=True, restart=True, slow=True),
         case(KeepsTicketOrder, direct=True, restart=True, slow=True),
         case(StaysParked, direct=True, restart=False),
+        case(ThinksCommittedCompletes, slow=True, small=(0, 1), restart=False),
     ],
 )
 def test_loss_without_a_rule(broken: type[Leader], options: dict[str, Any]) -> None:

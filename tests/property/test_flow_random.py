@@ -45,12 +45,45 @@ def test_eight_workers_apply_at_one_poll_index_or_none(
     run(world, seed, 300)
 
 
+small_rings = st.sets(st.integers(0, 7), min_size=1).map(lambda workers: tuple(sorted(workers)))
+
+
+@pytest.mark.parametrize("depends", ["tp", "pp", "free"])
+@settings(max_examples=8)
+@given(seed=seeds, small=small_rings, faults=st.integers(0, 2))
+def test_eight_workers_some_with_small_rings(
+    depends: str, seed: int, small: tuple[int, ...], faults: int
+) -> None:
+    world = LockstepWorld(
+        depends=depends,
+        small=small,
+        num_workers=8,
+        num_tickets=3,
+        timeouts=faults,
+        refusals=faults,
+        cancels=faults,
+        aborts=faults // 2,
+        failures=faults // 2,
+    )
+    run(world, seed, 300)
+
+
 @pytest.mark.parametrize("leader_dies", [False, True])
 @settings(max_examples=10)
-@given(seed=seeds, depends=st.sampled_from(["tp", "pp", "free"]), direct=st.booleans())
-def test_eight_workers_and_a_death(leader_dies: bool, seed: int, depends: str, direct: bool) -> None:
+@given(
+    seed=seeds,
+    depends=st.sampled_from(["tp", "pp", "free"]),
+    rings=st.sampled_from(["pinned", "direct", "small"]),
+)
+def test_eight_workers_and_a_death(leader_dies: bool, seed: int, depends: str, rings: str) -> None:
     world = LockstepWorld(
-        depends=depends, direct=direct, num_workers=8, num_tickets=2, deaths=1, leader_dies=leader_dies
+        depends=depends,
+        direct=rings == "direct",
+        small=(1, 5) if rings == "small" else (),
+        num_workers=8,
+        num_tickets=2,
+        deaths=1,
+        leader_dies=leader_dies,
     )
     run(world, seed, 300)
 
@@ -62,12 +95,14 @@ def test_eight_workers_and_a_death(leader_dies: bool, seed: int, depends: str, d
     num_groups=st.integers(1, 4),
     aborts=st.integers(0, 1),
     fault=st.sampled_from(["", "fences", "deaths", "epochs"]),
+    checks=st.booleans(),
 )
 def test_a_slot_is_never_given_out_while_busy(
-    seed: int, num_slots: int, num_groups: int, aborts: int, fault: str
+    seed: int, num_slots: int, num_groups: int, aborts: int, fault: str, checks: bool
 ) -> None:
     faults = {fault: 1} if fault else {}
-    run(RingWorld(num_slots=num_slots, num_groups=num_groups, aborts=aborts, **faults), seed, 40)
+    world = RingWorld(num_slots=num_slots, num_groups=num_groups, aborts=aborts, checks=checks, **faults)
+    run(world, seed, 40)
 
 
 @settings(max_examples=100)
@@ -130,9 +165,11 @@ def test_tickets_of_a_direct_sender(
 
 
 @settings(max_examples=60)
-@given(seed=seeds, direct=st.booleans(), restart=st.booleans())
-def test_the_coordinator_is_lost_and_perhaps_comes_back(seed: int, direct: bool, restart: bool) -> None:
-    run(LossWorld(depends="pp", num_workers=4, direct=direct, restart=restart), seed, 80)
+@given(seed=seeds, rings=st.sampled_from(["pinned", "direct", "small"]), restart=st.booleans())
+def test_the_coordinator_is_lost_and_perhaps_comes_back(seed: int, rings: str, restart: bool) -> None:
+    small = (0, 3) if rings == "small" else ()
+    world = LossWorld(depends="pp", num_workers=4, direct=rings == "direct", small=small, restart=restart)
+    run(world, seed, 80)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from tests.property.explorer import case, explore
 from tests.property.ring_model import RingWorld
 from wbridge.flow.actions import TakeBack
-from wbridge.flow.messages import Stopped
+from wbridge.flow.messages import Arrived, Stopped
 from wbridge.flow.outgoing import Outgoing
 from wbridge.flow.ring import ReceiverRing
 
@@ -28,6 +28,10 @@ from wbridge.flow.ring import ReceiverRing
         case(num_groups=2, num_slots=1, aborts=1),
         case(num_groups=3, deaths=1),
         case(num_groups=2, num_slots=1, epochs=1),
+        case(num_groups=2, num_slots=1, aborts=1, checks=True),
+        case(num_groups=2, num_slots=1, deaths=1, checks=True),
+        case(slow=True, num_groups=2, num_slots=1, aborts=1, fences=1, checks=True),
+        case(slow=True, num_groups=3, num_slots=2, aborts=1, checks=True),
         case(slow=True, num_groups=3, epochs=1),
         case(slow=True, num_groups=2, num_slots=2, aborts=1),
         case(slow=True, num_groups=3, num_slots=1, aborts=1, fences=1),
@@ -43,10 +47,10 @@ def test_rings(options: dict[str, Any]) -> None:
 class CreditsOnlyFreedSlots(ReceiverRing):
     """C1 off: taking a grant gives no credits."""
 
-    def grant(self, ticket: int, groups: Any) -> list[Any]:
+    def grant(self, ticket: int, groups: Any, *, before_hold: int = 0) -> list[Any]:
         before, self._credit = self._credit, lambda *_: None  # type: ignore[method-assign]
         try:
-            return super().grant(ticket, groups)
+            return super().grant(ticket, groups, before_hold=before_hold)
         finally:
             del self.__dict__["_credit"]
             del before
@@ -90,6 +94,26 @@ class NoFence(ReceiverRing):
         super()._vacate(index, out)
 
 
+class NeverFull(ReceiverRing):
+    """The leader hears only of whole versions."""
+
+    def grant(self, ticket: int, groups: Any, *, before_hold: int = 0) -> list[Any]:
+        return super().grant(ticket, groups)
+
+
+class FreesWhatIsChecked(ReceiverRing):
+    """A slot is free when its writers have stopped, although its bytes are still being read."""
+
+    def checking(self, message: Arrived) -> int | None:
+        slot = super().checking(message)
+        if slot is not None:
+            super().checked(slot)
+        return slot
+
+    def checked(self, slot: int) -> list[Any]:
+        return []
+
+
 class ForgetsTheQuarantine(ReceiverRing):
     """A new epoch starts with free slots, although writers of the old one may still be writing."""
 
@@ -106,6 +130,16 @@ class ForgetsTheQuarantine(ReceiverRing):
     [
         case("late write", RingWorld, num_groups=2, num_slots=1, epochs=1, ring=ForgetsTheQuarantine),
         case("stuck", RingWorld, num_groups=2, ring=CreditsOnlyFreedSlots),
+        case("stuck", RingWorld, num_groups=2, num_slots=1, ring=NeverFull),
+        case(
+            "being checked",
+            RingWorld,
+            num_groups=2,
+            num_slots=1,
+            aborts=1,
+            checks=True,
+            ring=FreesWhatIsChecked,
+        ),
         case("late write", WritersCountSlots, num_groups=3, absent="B"),
         case("stuck", RingWorld, num_groups=4, moves=1, outgoing=StopsOnlyForTheTicket),
         case("stuck", RingWorld, num_groups=2, num_slots=1, aborts=1, ring=ForgetsStops),

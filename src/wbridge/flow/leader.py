@@ -46,7 +46,8 @@ class Leader:
 
     `offers_when_parked`: direct receiver staging; an announced ticket makes it hold the workers, the
     offer goes out when all are ready, and the grant is the commit. Otherwise (pinned) it offers when all
-    rings are vacant and holds when all bytes have landed.
+    rings are vacant and holds when each is as full as it gets: what has not landed by the commit passes
+    through while the engine is parked.
     """
 
     def __init__(self, num_workers: int, *, offers_when_parked: bool, max_poll_skew: int) -> None:
@@ -69,6 +70,7 @@ class Leader:
         self._takes_back = ""  # why the offer is being taken back
         self._refused = False
         self._grant: Serve | None = None
+        self._full: set[int] = set()  # have landed as much as they can before an apply
         self._landed: set[int] = set()
         self._vacant: dict[int, int] = {}
         self._num_ended = 0
@@ -89,7 +91,7 @@ class Leader:
             why = "the engine is not waiting for a grant"
             return [ToCoordinator(Finished(message.ticket, "aborted", why))]
         self._offer, self._takes_back = 0, ""
-        self._grant, self._landed = message, set()
+        self._grant, self._full, self._landed = message, set(), set()
         self._answered = max(self._answered, message.ticket)
         out: list[LeaderAction] = [ToWorkers(message)]
         if self._parked:
@@ -162,9 +164,13 @@ class Leader:
         return self._go_on([])
 
     def landed(self, worker: int, message: Landed) -> list[LeaderAction]:
-        """A worker has all its bytes. When all have, the coordinator hears it; pinned: line up."""
+        """A worker's ring is full, or it has all its bytes. When all have all, the coordinator hears it;
+        pinned: when all rings are full, line up."""
         if self._grant is None or self._grant.ticket != message.ticket or worker in self._landed:
             return []
+        self._full.add(worker)
+        if not message.whole:
+            return self._go_on([])
         self._landed.add(worker)
         out: list[LeaderAction] = []
         if self._all_landed:
@@ -259,7 +265,7 @@ class Leader:
         if self._parked:
             due = self._connected and self._announced > self._answered
         else:
-            due = self._grant is not None and self._all_landed
+            due = self._grant is not None and len(self._full) == self._num_workers
             if self._grant is None and self._connected and not self._offer and not self._refused:
                 vacant = list(self._vacant.values())
                 if vacant == [self._num_ended] * self._num_workers:
@@ -304,7 +310,7 @@ class Leader:
 
     def _abort_grant(self, message: TicketAborted, out: list[LeaderAction]) -> None:
         if self._phase == "committed":
-            if not self._all_landed:  # direct: the missing bytes will not come; the workers' answers decide
+            if not self._all_landed:  # the missing bytes will not come; the workers' answers decide
                 out.append(ToWorkers(message))
             return
         out.append(ToWorkers(message))

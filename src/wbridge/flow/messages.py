@@ -150,9 +150,13 @@ class OfferRefused(_Message, frozen=True):
 
 class Landed(_Message, frozen=True):
     """All bytes of `ticket` have arrived at this engine (leader -> coordinator), or at this worker
-    (worker -> leader)."""
+    (worker -> leader).
+
+    Not `whole`, from a worker only: as much has arrived as its ring takes before an apply begins.
+    """
 
     ticket: int
+    whole: bool = True
 
 
 class Finished(_Message, frozen=True):

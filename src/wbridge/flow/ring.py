@@ -31,20 +31,22 @@ class _Slot:
         self.ticket = 0
         self.group = -1
         self.barrier: Barrier[int] = Barrier(())
+        self.num_checks = 0  # readers of what has arrived
         self.may_write: set[tuple[str, int]] = set()  # (writer, piece) credited, neither written nor stopped
 
 
 class _Grant:
     """The ticket that this ring is taking."""
 
-    def __init__(self, ticket: int, groups: Sequence[Incoming]) -> None:
+    def __init__(self, ticket: int, groups: Sequence[Incoming], before_hold: int) -> None:
         self.ticket = ticket
+        self.before_hold = before_hold
         self.writers = [list(group.writers) for group in groups]
         self.queues: dict[int, list[int]] = {}  # stage -> groups not credited yet, in order
         for index, group in enumerate(groups):
             self.queues.setdefault(group.stage, []).append(index)
-        self.num_undrained = len(groups)
-        self.num_unready = len(groups)
+        self.num_groups = self.num_undrained = len(groups)
+        self.num_ready = 0
 
 
 class ReceiverRing:
@@ -73,17 +75,25 @@ class ReceiverRing:
     def states(self) -> tuple[State, ...]:
         return tuple(slot.state for slot in self._slots)
 
+    @property
+    def wants_slots(self) -> bool:
+        """Groups of the current ticket wait for a slot to become free."""
+        return self._grant is not None and any(self._grant.queues.values())
+
     def start(self) -> list[RingAction]:
         """The ring's memory is there: tell the leader."""
         return self._go_on([])
 
-    def grant(self, ticket: int, groups: Sequence[Incoming]) -> list[RingAction]:
-        """Take a grant: credit its first groups. Tickets only go up; what is left of an earlier is void."""
+    def grant(self, ticket: int, groups: Sequence[Incoming], *, before_hold: int = 0) -> list[RingAction]:
+        """Take a grant: credit its first groups. Tickets only go up; what is left of an earlier is void.
+
+        `before_hold`: the leader hears when so many groups are there, if the ticket has more than those.
+        """
         assert ticket > self._newest, f"ticket {ticket} granted after {self._newest}"
         out: list[RingAction] = []
         self._void(out)
         self._newest = ticket
-        self._grant = _Grant(ticket, groups)
+        self._grant = _Grant(ticket, groups, before_hold)
         if not groups:
             out.append(ToLeader(Landed(ticket)))
             self._end_grant()
@@ -99,6 +109,23 @@ class ReceiverRing:
         if slot.state == "filling" and slot.barrier.arrive(message.piece):
             self._ready_if_whole(slot, out)
         return self._go_on(out)
+
+    def checking(self, message: Arrived) -> int | None:
+        """Return the slot whose piece is to be read before it counts as arrived; it is kept until `checked`.
+
+        None: the arrival is stale, and the slot may be somebody else's by now.
+        """
+        slot = self._find(message.ticket, message.group)
+        if slot is None or slot.state != "filling" or message.piece not in slot.barrier.missing:
+            return None
+        slot.num_checks += 1
+        return self._slots.index(slot)
+
+    def checked(self, slot: int) -> list[RingAction]:
+        """That read is over."""
+        assert self._slots[slot].num_checks, f"nothing of slot {slot} is being checked"
+        self._slots[slot].num_checks -= 1
+        return self._go_on([])
 
     def stopped(self, writer: str, message: Stopped) -> list[RingAction]:
         """The writer writes no more for the ticket, or for one group of it. It may overtake anything."""
@@ -208,7 +235,7 @@ class ReceiverRing:
     def _go_on(self, out: list[RingAction]) -> list[RingAction]:
         """Free what may be freed, credit the same ticket's next groups, tell the leader of vacancy."""
         for slot in self._slots:
-            if slot.state == "quarantined" and not slot.may_write:
+            if slot.state == "quarantined" and not slot.may_write and not slot.num_checks:
                 slot.state, slot.ticket, slot.group = "free", 0, -1
         if self._grant is not None:
             for stage, queue in self._grant.queues.items():
@@ -253,9 +280,11 @@ class ReceiverRing:
             return
         slot.state = "ready"
         out.append(GroupReady(slot.ticket, slot.group, self._slots.index(slot)))
-        self._grant.num_unready -= 1
-        if not self._grant.num_unready:
+        self._grant.num_ready += 1
+        if self._grant.num_ready == self._grant.num_groups:
             out.append(ToLeader(Landed(slot.ticket)))
+        elif self._grant.num_ready == self._grant.before_hold:
+            out.append(ToLeader(Landed(slot.ticket, whole=False)))
 
     def _vacate(self, index: int, out: list[RingAction]) -> None:
         """The slot's content is not needed any more."""
