@@ -100,8 +100,12 @@ class Role(Protocol):
 
     def coordinator_lost(self, reason: str) -> None: ...
 
-    async def end(self, error: WBridgeError) -> None:
-        """The membership is over: stop everything. Calls that wait now, and later ones, raise `error`."""
+    async def stop(self) -> None:
+        """The membership is over: end what still runs, and free it."""
+        ...
+
+    def end(self, error: WBridgeError) -> None:
+        """After `stop`, whatever came of that: calls that wait now, and later ones, raise `error`."""
         ...
 
 
@@ -134,6 +138,8 @@ class Member:
         self._left: set[int] = set()  # incarnations that are never accepted again
         self.epoch: Epoch | None = None
         self.connected: Future[None] = Future()
+        self.failure: InternalError | None = None
+        """What went wrong while it ended."""
 
     def post(self, message: FlowMessage) -> None:
         """Send a message of the current epoch to the coordinator. Never waits.
@@ -163,12 +169,24 @@ class Member:
             reason = InternalError(f"{self._job.worker}: {first_error(group)!r}; please report it")
             reason.__cause__ = group
         finally:
-            try:
-                with anyio.CancelScope(shield=True):
-                    await self._role.end(reason)
-            finally:
-                if not self.connected.done():
-                    self.connected.set_exception(reason)
+            self._end(await self._stop(reason))
+
+    async def _stop(self, reason: WBridgeError) -> WBridgeError:
+        """Stop the role; return why it has ended. Not cancelled."""
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._role.stop()
+        except Exception as exc:  # nobody waits for this task either: the callers and the log get it
+            text = f"{self._job.worker}: stopping failed: {exc!r} (after: {reason}); please report it"
+            self.failure = InternalError(text)
+            self.failure.__cause__ = exc
+            _log.error("stopping failed", extra={"worker": str(self._job.worker)}, exc_info=exc)
+        return self.failure or reason
+
+    def _end(self, reason: WBridgeError) -> None:
+        self._role.end(reason)
+        if not self.connected.done():
+            self.connected.set_exception(reason)
 
     async def leave(self) -> None:
         """Say goodbye, so that nobody waits for a lease to run out. Waits a moment for it to be read."""

@@ -315,11 +315,14 @@ class Rollout:
         if self._lockstep is not None:
             self._lockstep.coordinator_lost()
 
-    async def end(self, error: WBridgeError) -> None:
-        self._ended, self._engine = error, None
+    async def stop(self) -> None:
+        self._engine = None
+        await self._worker.stop_epoch()
+
+    def end(self, error: WBridgeError) -> None:
+        self._ended = error
         if self._lockstep is not None:
             self._lockstep.close(str(error))
-        await self._worker.stop_epoch()
 
     @property
     def committed(self) -> Committed | None:

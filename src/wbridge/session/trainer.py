@@ -146,9 +146,15 @@ class Trainer:
         if epoch is self._epoch and not self._live.is_set():
             await self._end_epoch(PeerLost(f"{self._source.worker}: {reason}; connect again"))
 
-    async def end(self, error: WBridgeError) -> None:
+    async def stop(self) -> None:
+        self._not_live()
+        await self._worker.stop_epoch()
+
+    def end(self, error: WBridgeError) -> None:
         self._ended = error
-        await self._end_epoch(error)
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            epoch.end(error)
         self._live.set()
 
     async def _end_epoch(self, error: WBridgeError) -> None:

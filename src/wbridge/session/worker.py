@@ -143,6 +143,8 @@ class Worker:
             self.loop.stop(wait=has_ended)
         if self._given_device is None and self._caller_device is not None:
             self._caller_device.close()
+        if self._member is not None and self._member.failure is not None:
+            raise self._member.failure
 
     async def _end(self) -> bool:
         """Whether everything has ended in time."""
