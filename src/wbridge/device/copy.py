@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
 
 from wbridge.device.base import Buffer, Event, Stream
-from wbridge.errors import InternalError, LayoutError
-
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Equal dtypes are copied as bits, so that one kernel serves all and no NaN payload changes."""
+from wbridge.device.tables import NativeTable, Row, Table, TorchTable
+from wbridge.errors import LayoutError
+from wbridge.native.extension import why_missing
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 """Live local tensors by parameter name."""
@@ -41,37 +40,37 @@ class CopyPlan:
     Built by `build_gather` and `build_scatter`. Holds the tensors' storage. Used by one stream at a time.
     """
 
-    def __init__(self, ends: Sequence[_Ends], *, into_slot: bool) -> None:
-        self._ends = ends
-        self._into_slot = into_slot
-        self._parameters = [end.parameter for end in ends]
-        self._slots: dict[tuple[int, int], tuple[Buffer, list[torch.Tensor]]] = {}
+    def __init__(self, blocks: Sequence[Block], tensors: Tensors, *, into_slot: bool) -> None:
+        self._blocks = blocks
+        self._fits: set[tuple[int, int]] = set()
+        rows = [_row(block, _tensor(block, tensors)) for block in blocks]
+        is_native = [row.is_native and why_missing() is None for row in rows]
+        natives = [row for row, native in zip(rows, is_native, strict=True) if native]
+        others = [row for row, native in zip(rows, is_native, strict=True) if not native]
+        self._tables: list[Table] = []
+        if natives:
+            self._tables.append(NativeTable(natives, into_slot=into_slot))
+        if others:
+            self._tables.append(TorchTable(others, into_slot=into_slot))
 
     def run(self, buffer: Buffer, base: int) -> None:
-        """Copy now, in the calling thread, to or from `buffer` at byte `base`."""
-        slots = self._slot_views(buffer, base)
-        if not slots:
-            return
-        # Weights made in inference mode can be written only there, and all others there too.
-        with torch.inference_mode():
-            if self._into_slot:
-                torch._foreach_copy_(slots, self._parameters, non_blocking=True)
-            else:
-                torch._foreach_copy_(self._parameters, slots, non_blocking=True)
+        """Copy now, in the calling thread, to or from `buffer` at byte `base`.
+
+        Raises:
+            LayoutError: a block does not fit there; the message names the parameter. Nothing was copied.
+        """
+        place = (base, buffer.nbytes)
+        if place not in self._fits:  # once per slot, not once per version
+            for block in self._blocks:
+                _check_slot(block, base, buffer.nbytes)
+            self._fits.add(place)
+        for table in self._tables:
+            table.run(buffer, base)
 
     def forget(self, buffer: Buffer) -> None:
         """Drop what was compiled for `buffer`, which will not be used again."""
-        self._slots = {key: kept for key, kept in self._slots.items() if kept[0] is not buffer}
-
-    def _slot_views(self, buffer: Buffer, base: int) -> list[torch.Tensor]:
-        """Views are kept per slot; the kept buffer makes its identity a safe key."""
-        key = (id(buffer), base)
-        if key not in self._slots:
-            memory = buffer.tensor
-            if not isinstance(memory, torch.Tensor):
-                raise InternalError(f"a buffer of {type(memory).__name__} is no tensor")
-            self._slots[key] = (buffer, [end.slot_view(memory, base) for end in self._ends])
-        return self._slots[key][1]
+        for table in self._tables:
+            table.forget(buffer)
 
 
 def build_gather(blocks: Iterable[Block], tensors: Tensors) -> CopyPlan:
@@ -80,7 +79,7 @@ def build_gather(blocks: Iterable[Block], tensors: Tensors) -> CopyPlan:
     Raises:
         LayoutError: a block does not fit its parameter or its slot; the message names the parameter.
     """
-    return CopyPlan([_Ends(_without_replication(b), _tensor(b, tensors)) for b in blocks], into_slot=True)
+    return CopyPlan([_without_replication(block) for block in blocks], tensors, into_slot=True)
 
 
 def build_scatter(blocks: Iterable[Block], tensors: Tensors) -> CopyPlan:
@@ -89,7 +88,7 @@ def build_scatter(blocks: Iterable[Block], tensors: Tensors) -> CopyPlan:
     Raises:
         LayoutError: a block does not fit its parameter or its slot; the message names the parameter.
     """
-    return CopyPlan([_Ends(b, _tensor(b, tensors)) for b in blocks], into_slot=False)
+    return CopyPlan(list(blocks), tensors, into_slot=False)
 
 
 def gather(stream: Stream, copies: CopyPlan, buffer: Buffer, base: int = 0) -> Event:
@@ -107,54 +106,33 @@ def _submit(stream: Stream, copies: CopyPlan, buffer: Buffer, base: int) -> Even
     return stream.record()
 
 
-class _Ends:
-    """Both ends of one block; where their dtypes agree, as bits."""
-
-    def __init__(self, block: Block, tensor: torch.Tensor) -> None:
-        self._block = block
-        wire = getattr(torch, block.dtype)
-        self._slot_dtype = _BITS[wire.itemsize] if tensor.dtype == wire else wire
-        last = last_element(block.extents, block.parameter_strides) + block.parameter_offset
-        if block.parameter_offset < 0 or last > last_element(tensor.shape, tensor.stride()):
-            raise LayoutError(
-                f"{block.parameter}: elements {block.parameter_offset} to {last} leave its shape "
-                f"{tuple(tensor.shape)}; describe the parameter again"
-            )
-        self.parameter = self._window(
-            tensor,
-            dtype=_BITS[wire.itemsize] if tensor.dtype == wire else tensor.dtype,
-            offset=int(tensor.storage_offset()) + block.parameter_offset,
-            strides=block.parameter_strides,
+def _row(block: Block, tensor: torch.Tensor) -> Row:
+    last = last_element(block.extents, block.parameter_strides) + block.parameter_offset
+    is_backward = any(stride < 0 for stride in (*block.parameter_strides, *block.slot_strides))
+    if block.parameter_offset < 0 or is_backward or last > last_element(tensor.shape, tensor.stride()):
+        raise LayoutError(
+            f"{block.parameter}: elements {block.parameter_offset} to {last} leave its shape "
+            f"{tuple(tensor.shape)}; describe the parameter again"
         )
+    return Row(
+        tensor=tensor,
+        extents=block.extents,
+        offset=int(tensor.storage_offset()) + block.parameter_offset,
+        strides=block.parameter_strides,
+        slot_dtype=getattr(torch, block.dtype),
+        slot_offset=block.slot_offset,
+        slot_strides=block.slot_strides,
+    )
 
-    def slot_view(self, memory: torch.Tensor, base: int) -> torch.Tensor:
-        block, itemsize = self._block, self._slot_dtype.itemsize
-        start = int(memory.storage_offset()) + base + block.slot_offset
-        if start % itemsize:
-            raise LayoutError(
-                f"{block.parameter}: slot byte {start} is no place for {itemsize}-byte elements"
-            )
-        stop = base + block.slot_offset + (last_element(block.extents, block.slot_strides) + 1) * itemsize
-        if stop > memory.numel():
-            raise LayoutError(
-                f"{block.parameter}: byte {stop} lies beyond its slot of {memory.numel()} bytes"
-            )
-        return self._window(
-            memory, dtype=self._slot_dtype, offset=start // itemsize, strides=block.slot_strides
-        )
 
-    def _window(
-        self, tensor: torch.Tensor, *, dtype: torch.dtype, offset: int, strides: tuple[int, ...]
-    ) -> torch.Tensor:
-        """The block's elements in the storage of `tensor`, whatever its shape: no autograd, no copy."""
-        whole = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
-        try:
-            return whole.as_strided(self._block.extents, strides, offset)
-        except RuntimeError as exc:
-            raise LayoutError(
-                f"{self._block.parameter}: extents {self._block.extents}, strides {strides} at {offset} "
-                "do not fit its storage; describe the parameter again"
-            ) from exc
+def _check_slot(block: Block, base: int, nbytes: int) -> None:
+    itemsize = getattr(torch, block.dtype).itemsize
+    start = base + block.slot_offset
+    if start % itemsize:
+        raise LayoutError(f"{block.parameter}: slot byte {start} is no place for {itemsize}-byte elements")
+    stop = start + (last_element(block.extents, block.slot_strides) + 1) * itemsize
+    if start < 0 or stop > nbytes:
+        raise LayoutError(f"{block.parameter}: byte {stop} lies beyond its slot of {nbytes} bytes")
 
 
 def last_element(extents: Sequence[int], strides: Sequence[int]) -> int:

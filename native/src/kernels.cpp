@@ -1,0 +1,195 @@
+#include "kernels.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace wbridge {
+
+namespace {
+
+constexpr std::int64_t line = 64;
+constexpr std::int64_t shortest_stream = 4096;
+
+void stream_run(char *to, const char *from, std::int64_t nbytes) {
+#if defined(__SSE2__)
+    const std::int64_t head = static_cast<std::int64_t>(-reinterpret_cast<std::uintptr_t>(to) % line);
+    std::memcpy(to, from, static_cast<std::size_t>(head));
+    to += head, from += head, nbytes -= head;
+    for (; nbytes >= line; to += line, from += line, nbytes -= line) {
+        const auto *source = reinterpret_cast<const __m128i *>(from);
+        auto *target = reinterpret_cast<__m128i *>(to);
+        _mm_prefetch(from + 8 * line, _MM_HINT_NTA);
+        const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+        const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+        _mm_stream_si128(target, a);
+        _mm_stream_si128(target + 1, b);
+        _mm_stream_si128(target + 2, c);
+        _mm_stream_si128(target + 3, d);
+    }
+#endif
+    std::memcpy(to, from, static_cast<std::size_t>(nbytes));
+}
+
+// Calls `work(to, from)` at every index of the outer loops.
+template <class Work>
+void walk(const Loop *loops, std::size_t num_loops, char *to, const char *from, const Work &work) {
+    if (num_loops == 0) return work(to, from);
+    const Loop loop = *loops;
+    for (std::int64_t k = 0; k < loop.extent; ++k, to += loop.to, from += loop.from) {
+        if (num_loops == 1) {
+            work(to, from);
+        } else {
+            walk(loops + 1, num_loops - 1, to, from, work);
+        }
+    }
+}
+
+// Elements of a size known here, over the two innermost loops.
+template <std::size_t size>
+void move_fixed(const Loop *loops, std::size_t num_loops, char *to, const char *from) {
+    if (num_loops == 0) {
+        std::memcpy(to, from, size);
+        return;
+    }
+    const Loop inner = loops[num_loops - 1];
+    walk(loops, num_loops - 1, to, from, [inner](char *row_to, const char *row_from) {
+        if (inner.to == size) {  // the compiler writes whole vectors
+            for (std::int64_t k = 0; k < inner.extent; ++k)
+                std::memcpy(row_to + k * static_cast<std::int64_t>(size), row_from + k * inner.from, size);
+        } else if (inner.from == size) {
+            for (std::int64_t k = 0; k < inner.extent; ++k)
+                std::memcpy(row_to + k * inner.to, row_from + k * static_cast<std::int64_t>(size), size);
+        } else {
+            for (std::int64_t k = 0; k < inner.extent; ++k)
+                std::memcpy(row_to + k * inner.to, row_from + k * inner.from, size);
+        }
+    });
+}
+
+void move_runs(const Loop *loops, std::size_t num_loops, char *to, const char *from, std::int64_t run, bool stream) {
+    switch (run) {
+        case 1: return move_fixed<1>(loops, num_loops, to, from);
+        case 2: return move_fixed<2>(loops, num_loops, to, from);
+        case 4: return move_fixed<4>(loops, num_loops, to, from);
+        case 8: return move_fixed<8>(loops, num_loops, to, from);
+        case 16: return move_fixed<16>(loops, num_loops, to, from);
+        case 32: return move_fixed<32>(loops, num_loops, to, from);
+        case 64: return move_fixed<64>(loops, num_loops, to, from);
+        default: break;
+    }
+    if (stream && run >= shortest_stream)
+        return walk(loops, num_loops, to, from, [run](char *t, const char *f) { stream_run(t, f, run); });
+    const auto length = static_cast<std::size_t>(run);
+    walk(loops, num_loops, to, from, [length](char *t, const char *f) { std::memcpy(t, f, length); });
+}
+
+// A tile is one cache line wide on both sides, so every line is read once and written once, whatever the strides.
+template <std::size_t size>
+void transpose(Loop along, Loop across, char *to, const char *from) {
+    constexpr std::int64_t side = line / static_cast<std::int64_t>(size);
+    struct Element { char bytes[size]; };
+    alignas(line) Element rows[side][side], columns[side][side];
+    for (std::int64_t i = 0; i < along.extent; i += side) {
+        for (std::int64_t j = 0; j < across.extent; j += side) {
+            const std::int64_t width = std::min(side, along.extent - i), height = std::min(side, across.extent - j);
+            const char *source = from + i * along.from + j * across.from;
+            char *target = to + i * along.to + j * across.to;
+            if (width == side && height == side) {
+                for (std::int64_t k = 0; k < side; ++k) std::memcpy(rows[k], source + k * across.from, line);
+                for (std::int64_t r = 0; r < side; ++r)
+                    for (std::int64_t c = 0; c < side; ++c) columns[r][c] = rows[c][r];
+                for (std::int64_t k = 0; k < side; ++k) std::memcpy(target + k * along.to, columns[k], line);
+            } else {
+                for (std::int64_t r = 0; r < width; ++r)
+                    for (std::int64_t c = 0; c < height; ++c)
+                        std::memcpy(target + r * along.to + c * across.to,
+                                    source + r * along.from + c * across.from, size);
+            }
+        }
+    }
+}
+
+void transpose_tiles(const Loop *loops, std::size_t num_loops, char *to, const char *from, std::int64_t run) {
+    const Loop along = loops[num_loops - 2], across = loops[num_loops - 1];
+    walk(loops, num_loops - 2, to, from, [=](char *t, const char *f) {
+        switch (run) {
+            case 1: return transpose<1>(along, across, t, f);
+            case 2: return transpose<2>(along, across, t, f);
+            case 4: return transpose<4>(along, across, t, f);
+            case 8: return transpose<8>(along, across, t, f);
+            default: return transpose<16>(along, across, t, f);
+        }
+    });
+}
+
+// Round to nearest, ties to even; a NaN stays one.
+inline std::uint16_t narrow(std::uint32_t bits) {
+    const std::uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+    return static_cast<std::uint16_t>(is_nan ? (bits >> 16) | 0x40 : rounded);
+}
+
+struct Narrow {
+    static constexpr std::int64_t to_size = 2, from_size = 4;
+    static void one(char *to, const char *from) {
+        std::uint32_t bits;
+        std::memcpy(&bits, from, 4);
+        const std::uint16_t result = narrow(bits);
+        std::memcpy(to, &result, 2);
+    }
+};
+
+struct Widen {
+    static constexpr std::int64_t to_size = 4, from_size = 2;
+    static void one(char *to, const char *from) {
+        std::uint16_t half;
+        std::memcpy(&half, from, 2);
+        const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+        std::memcpy(to, &bits, 4);
+    }
+};
+
+template <class Cast>
+void cast_run(char *__restrict to, const char *__restrict from, std::int64_t num_elements) {
+    for (std::int64_t k = 0; k < num_elements; ++k) Cast::one(to + k * Cast::to_size, from + k * Cast::from_size);
+}
+
+template <class Cast>
+void cast_runs(const Loop *loops, std::size_t num_loops, char *to, const char *from, std::int64_t run) {
+    walk(loops, num_loops, to, from, [run](char *t, const char *f) { cast_run<Cast>(t, f, run); });
+}
+
+}  // namespace
+
+void copy_piece(const Piece &piece, const Loop *loops, std::size_t num_loops, char *to, const char *from,
+                bool stream) {
+    switch (piece.kind) {
+        case Kind::move: return move_runs(loops, num_loops, to, from, piece.run, stream);
+        case Kind::transpose: return transpose_tiles(loops, num_loops, to, from, piece.run);
+        case Kind::narrow: return cast_runs<Narrow>(loops, num_loops, to, from, piece.run);
+        case Kind::widen: return cast_runs<Widen>(loops, num_loops, to, from, piece.run);
+    }
+}
+
+bool is_tile_element(std::int64_t nbytes) {
+    return nbytes == 1 || nbytes == 2 || nbytes == 4 || nbytes == 8 || nbytes == 16;
+}
+
+std::int64_t streaming_nbytes() {
+    static const std::int64_t found = std::max<std::int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 8 * 1024 * 1024);
+    return found;
+}
+
+void finish_streaming() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+}  // namespace wbridge

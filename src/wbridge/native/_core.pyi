@@ -1,0 +1,26 @@
+"""Strided copies between parameters and slots, outside the GIL."""
+
+from typing_extensions import Buffer
+
+INTERFACE: int = 1
+
+def num_threads() -> int:
+    """Return how many threads one copy may use, the calling one included."""
+
+def set_num_threads(num_threads: int) -> None:
+    """Bound the threads of every later copy of this process."""
+
+class Table:
+    """Copies of one direction, compiled once and run for every version."""
+
+    def __init__(self, rows: Buffer, *, into_slot: bool) -> None: ...
+    def run(self, slot: Buffer, base: int) -> None:
+        """Copy to or from `slot` at byte `base`, without the GIL."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one run writes."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Parts that the copies were cut into."""

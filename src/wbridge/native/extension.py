@@ -1,0 +1,54 @@
+"""The compiled extension: there if it was built from these sources, else a reason why not."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
+
+from wbridge.errors import NativeUnavailable
+
+if TYPE_CHECKING:
+    from wbridge.native._core import Table
+
+_INTERFACE: Final = 1
+"""Counts up with each change of what the extension offers, so that an old build is not used."""
+_REMEDY: Final = "install wbridge again where a C++ compiler is (`apt-get install g++`), `pip install -e .`"
+
+
+@functools.cache
+def why_missing() -> str | None:
+    """Say why the extension is not used and what to do about it; None if it is used."""
+    try:
+        _load()
+    except NativeUnavailable as exc:
+        return str(exc)
+    return None
+
+
+def table_type() -> type[Table]:
+    """Return the native table of strided copies.
+
+    Raises:
+        NativeUnavailable: the extension was not built, does not load or was built from other sources.
+    """
+    table: type[Table] = _load().Table
+    return table
+
+
+def set_copy_threads(num_threads: int) -> None:
+    """Bound the threads of one copy, the calling one included. Without the extension, torch decides."""
+    if why_missing() is None:
+        _load().set_num_threads(num_threads)
+
+
+def _load() -> ModuleType:
+    try:
+        from wbridge.native import _core
+    except ModuleNotFoundError as exc:
+        raise NativeUnavailable(f"the extension was not built; {_REMEDY}") from exc
+    except ImportError as exc:
+        raise NativeUnavailable(f"the extension does not load: {exc}; {_REMEDY}") from exc
+    if _core.INTERFACE != _INTERFACE:
+        raise NativeUnavailable(f"the extension was built from other sources; {_REMEDY}")
+    return _core
