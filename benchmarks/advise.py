@@ -5,8 +5,8 @@
 Each trainer and each engine of the job lives on a host of its own: a network namespace whose link is limited
 in both directions. Two trainers hold the halves of a model, two engines of two tensor-parallel workers run
 it; steps wait on a timer. The speeds that the prediction starts from are measured here, by what
-`wbridge advise --measure` and `--link` run: copies with as many workers at once as the job has on that side,
-since all hosts share this machine, and the link between two hosts. Step times are the job's own. AGST is the
+`wbridge advise --measure` and `--link` run: copies by as many workers at once as step together, and all links at once,
+since all hosts share this machine. Step times are the job's own. AGST is the
 stall averaged over all workers, per version: the median over the updates.
 """
 
@@ -33,14 +33,14 @@ from benchmarks.harness.model import LAYER_HALF_NBYTES  # noqa: E402
 from benchmarks.harness.rollout import run_rollout  # noqa: E402
 from benchmarks.harness.trainer import run_trainer  # noqa: E402
 from benchmarks.links.hosts import Host, open_hosts, why_not  # noqa: E402
-from benchmarks.links.jobs import Placed, measure_between  # noqa: E402
+from benchmarks.links.jobs import Placed, measure_links  # noqa: E402
 from benchmarks.modes import per_version, staleness  # noqa: E402
 from wbridge.cli.measure import measure_copies  # noqa: E402
 from wbridge.config import Config  # noqa: E402
 from wbridge.plan.advise import MODES, Prediction, Speeds, Steps, predict  # noqa: E402
 from wbridge.plan.loads import Load, even_load  # noqa: E402
 
-LINKS = {"400mbit": (400.0, 1), "2gbit": (2000.0, 4)}
+LINKS = {"400mbit": (400.0, 1), "1gbit": (1000.0, 2)}
 """Rate in Mbit/s, and layers of the model: a version takes between 0.2 s and 1 s."""
 NUM_TRAINERS = NUM_ENGINES = ENGINE_WORKERS = 2
 
@@ -90,17 +90,13 @@ def row(case: str, metric: str, value: float) -> Row:
 
 
 def measure_speeds(hosts: Mapping[str, Host], shard_nbytes: int) -> Speeds:
-    trainers = measure_copies("cpu", nbytes=shard_nbytes, num_workers=NUM_TRAINERS)
-    rollouts = measure_copies("cpu", nbytes=shard_nbytes, num_workers=NUM_ENGINES * ENGINE_WORKERS)
-    link = measure_between(hosts["trainer-0"], hosts["engine-0"])
+    copies = measure_copies("cpu", nbytes=shard_nbytes, num_workers=ENGINE_WORKERS)
+    pairs = [(hosts[f"trainer-{k}"], hosts[f"engine-{k}"]) for k in range(NUM_TRAINERS)]
+    links = measure_links(pairs)
     return Speeds(
-        snapshot_gb_s=trainers.snapshot_gb_s,
-        host_gb_s=trainers.host_gb_s,
-        device_gb_s=trainers.device_gb_s,
-        checksum_gb_s=trainers.checksum_gb_s,
-        apply_gb_s=rollouts.apply_gb_s,
-        link_gb_s=link.link_gb_s,
-        round_s=link.round_s,
+        **msgspec.structs.asdict(copies),
+        link_gb_s=statistics.mean(link.link_gb_s for link in links),
+        round_s=statistics.mean(link.round_s for link in links),
     )
 
 

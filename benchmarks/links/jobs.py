@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +47,22 @@ class _Meeting(Settings):
         return super().adapter_arguments | {"rendezvous": f"tcp://{self.address}:{PORT}"}
 
 
-def measure_between(near: Host, far: Host) -> LinkSpeed:
-    """Measure the link as `wbridge advise --link` does."""
+def measure_links(pairs: Sequence[tuple[Host, Host]]) -> list[LinkSpeed]:
+    """Measure from the first to the second of each pair as `wbridge advise --link` does, all at once."""
     context = multiprocessing.get_context(START_METHOD)
-    told: Any = context.Queue()
-    processes = [context.Process(target=_run_far_end, args=(far, told))]
-    processes[0].start()
+    together = context.Barrier(len(pairs))
+    processes: list[Any] = []
+    results: list[Any] = []
     try:
-        address = told.get(timeout=PATIENCE_S)
-        processes.append(context.Process(target=_run_near_end, args=(near, address, told)))
-        processes[1].start()
-        found: LinkSpeed = told.get(timeout=PATIENCE_S)
+        for near, far in pairs:
+            told: Any = context.Queue()
+            processes.append(context.Process(target=_run_far_end, args=(far, told)))
+            processes[-1].start()
+            address = told.get(timeout=PATIENCE_S)
+            processes.append(context.Process(target=_run_near_end, args=(near, address, together, told)))
+            processes[-1].start()
+            results.append(told)
+        found: list[LinkSpeed] = [told.get(timeout=PATIENCE_S) for told in results]
         for process in processes:
             process.join(PATIENCE_S)
     finally:
@@ -71,6 +77,7 @@ def _run_far_end(host: Host, told: Any) -> None:
     anyio.run(serve_link, Config(), told.put)
 
 
-def _run_near_end(host: Host, address: str, told: Any) -> None:
+def _run_near_end(host: Host, address: str, together: Any, told: Any) -> None:
     host.enter()
+    together.wait(PATIENCE_S)
     told.put(anyio.run(functools.partial(measure_link, Config(), address, duration_s=MEASURE_S)))

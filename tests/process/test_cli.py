@@ -52,3 +52,16 @@ def test_doctor_finds_the_installed_ucx() -> None:
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert "ucxx" in shown.stdout
     assert "verbs" in shown.stdout
+
+
+def test_advise_measures_the_link_to_another_process() -> None:
+    command = [sys.executable, "-c", RUN, "advise", "--serve-link"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as far_end:
+        assert far_end.stdout is not None
+        address = far_end.stdout.readline().strip()
+        job = ("--model-gb", "0.01", "--train-step-s", "1", "--rollout-step-s", "0.1")
+        shown = wbridge("advise", *job, "--measure", "--measure-mb", "1", "--link", address, "--json")
+        assert shown.returncode == 0, shown.stderr
+        assert far_end.wait(10) == 0
+    speeds = msgspec.json.decode(shown.stdout)["speeds"]
+    assert speeds["link_gb_s"] > 0.01 and 0 < speeds["round_s"] < 1

@@ -194,22 +194,25 @@ class _Case:
         self._last_wait_s = steps.rollout_s * load.num_engines / (load.num_engines + 1)
 
     def _pipelined_s(self, scatter_s: float) -> float:
-        """The slowest stage and one group through the others, or all stages when slots are too few."""
+        """All bytes through the slowest stage, a first piece through those before and a last one through
+        those behind it; longer if the slots are too few to keep that stage busy."""
         load, speeds = self._load, self._speeds
-        local_nbytes = load.local_nbytes if self._config.checksum != "on" else 0
-        sums_gb_s = 0.0 if self._config.checksum == "off" else speeds.checksum_gb_s
+        summed = self._config.checksum
+        local_sums = load.local_nbytes if summed == "auto" else 0
+        sums_gb_s = 0.0 if summed == "off" else speeds.checksum_gb_s
         gather_gb_s = speeds.host_gb_s if self.trainer_pinned else speeds.device_gb_s
-        sending = [
-            load.egress_nbytes / _per_s(gather_gb_s),
-            (load.egress_nbytes - local_nbytes) / _per_s(sums_gb_s) if sums_gb_s else 0.0,
-            load.local_nbytes / _per_s(speeds.host_gb_s),
-            load.link_nbytes / _per_s(speeds.link_gb_s),
-        ]
-        crosses = load.link_nbytes > 0 or local_nbytes == 0
-        verify_s = load.ingress_nbytes / _per_s(sums_gb_s) if sums_gb_s and crosses else 0.0
-        stages = [*sending, verify_s, scatter_s]
-        filled_s = max(stages) + (sum(stages) - max(stages)) / load.num_groups
-        return max(filled_s, sum(sending) / self._config.local_slots, sum(stages) / self.slots)
+        prepare_s = load.egress_nbytes / _per_s(gather_gb_s)
+        verify_s = 0.0
+        if sums_gb_s and load.egress_nbytes > local_sums:
+            prepare_s += (load.egress_nbytes - local_sums) / _per_s(sums_gb_s)
+            verify_s = load.ingress_nbytes / _per_s(sums_gb_s)
+        put_s = max(load.local_nbytes / _per_s(speeds.host_gb_s), load.link_nbytes / _per_s(speeds.link_gb_s))
+        take_s = verify_s + scatter_s
+        slowest_s = max(prepare_s, put_s, take_s)
+        ends_s = prepare_s / load.num_outgoing + verify_s / load.num_incoming + scatter_s / load.num_groups
+        sending_s = (prepare_s + put_s) / self._config.local_slots
+        one_by_one_s = (prepare_s + put_s) / load.num_rollouts + take_s
+        return max(slowest_s + ends_s, sending_s, one_by_one_s / self.slots)
 
     @property
     def _landed_s(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from wbridge.errors import ConfigError
-from wbridge.plan.explain import Explanation, Link
+from wbridge.plan.explain import Explanation, Link, SlotMemory
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +29,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What passes the busiest link of a host in one direction."""
     slot_nbytes: int
     """The largest group of a receiver."""
+    num_outgoing: int
+    """Pieces that one trainer writes."""
+    num_incoming: int
+    """Pieces that one rollout worker receives."""
 
     def __post_init__(self) -> None:
         for name in ("num_trainers", "num_engines", "num_rollouts", "ingress_nbytes", "slot_nbytes"):
@@ -51,7 +55,8 @@ def even_load(
     trainers_per_host: int = 0,
     engines_per_host: int = 1,
 ) -> Load:
-    """The load of a job that splits its model evenly on both sides, and whose sides share no host.
+    """The load of a job whose sides share no host and split the model evenly: each trainer has something
+    for each rollout worker.
 
     `trainers_per_host` 0: all on one.
     """
@@ -62,12 +67,15 @@ def even_load(
     ):
         if count < 1:
             raise ConfigError(f"{name} = {count}: must be at least 1")
+    num_rollouts = num_engines * workers_per_engine
     egress_nbytes = -(-model_nbytes * num_engines // num_trainers)
     ingress_nbytes = -(-model_nbytes // workers_per_engine)
+    slot_nbytes = max(1, min(slot_nbytes, ingress_nbytes))
+    num_groups = -(-ingress_nbytes // slot_nbytes)
     return Load(
         num_trainers=num_trainers,
         num_engines=num_engines,
-        num_rollouts=num_engines * workers_per_engine,
+        num_rollouts=num_rollouts,
         shard_nbytes=-(-model_nbytes // num_trainers),
         egress_nbytes=egress_nbytes,
         ingress_nbytes=ingress_nbytes,
@@ -76,7 +84,9 @@ def even_load(
             egress_nbytes * min(trainers_per_host or num_trainers, num_trainers),
             model_nbytes * min(engines_per_host, num_engines),
         ),
-        slot_nbytes=max(1, min(slot_nbytes, ingress_nbytes)),
+        slot_nbytes=slot_nbytes,
+        num_outgoing=num_groups * num_rollouts,
+        num_incoming=num_groups * num_trainers,
     )
 
 
@@ -102,7 +112,20 @@ def load_of(explanation: Explanation, *, trainers_per_host: int = 1) -> Load:
             max(explanation.ingress_nbytes.values()) if crossing else 0,
         ),
         slot_nbytes=max(memory[name].slot_nbytes for name in rollouts),
+        num_outgoing=max(_counts(explanation, memory, writers=True).values()),
+        num_incoming=max(_counts(explanation, memory, writers=False).values()),
     )
+
+
+def _counts(
+    explanation: Explanation, memory: Mapping[str, SlotMemory], *, writers: bool
+) -> Mapping[str, int]:
+    """Pieces by worker, if each link has a part in each group of its receiver."""
+    found: dict[str, int] = {}
+    for link in explanation.links:
+        name = link.writer if writers else link.receiver
+        found[name] = found.get(name, 0) + memory[link.receiver].num_groups
+    return found
 
 
 def _sums(links: Iterable[Link], *, writers: bool) -> Mapping[str, int]:

@@ -75,8 +75,8 @@ def test_a_ring_smaller_than_a_version_gives_back_part_of_the_overlap() -> None:
 
 
 def test_a_single_slot_leaves_nothing_to_overlap_with() -> None:
-    busy = speeds(link_gb_s=5.0, device_gb_s=1.0)
-    one, four = (predict("sync", load(), busy, STEPS, CONFIG, num_slots=n).transfer_s for n in (1, 4))
+    busy, job = speeds(link_gb_s=5.0, device_gb_s=5.0), load(num_engines=1, workers_per_engine=1)
+    one, four = (predict("sync", job, busy, STEPS, CONFIG, num_slots=n).transfer_s for n in (1, 4))
     assert one > 1.5 * four
 
 
@@ -123,6 +123,7 @@ def test_a_plan_gives_its_own_loads() -> None:
     assert (found.num_trainers, found.num_engines, found.num_rollouts) == (2, 1, 4)
     assert (found.shard_nbytes, found.egress_nbytes, found.ingress_nbytes) == (512, 1024, 512)
     assert (found.link_nbytes, found.local_nbytes, found.slot_nbytes, found.num_groups) == (2048, 0, 256, 2)
+    assert (found.num_outgoing, found.num_incoming) == (4, 2)
     inside = load_of(explained(maps, dict.fromkeys(maps, "host")))
     assert (inside.link_nbytes, inside.local_nbytes) == (0, 1024)
 
