@@ -9,7 +9,7 @@ import msgspec
 from wbridge.config import Config
 from wbridge.control.membership import Joined, Member
 from wbridge.control.messages import EpochStart, Peer
-from wbridge.errors import ConfigError, InternalError
+from wbridge.errors import InternalError
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.build import build_plan
 from wbridge.plan.types import WorkerPlan, slice_for
@@ -38,27 +38,13 @@ def build_slices(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str],
 
     Raises:
         PlanError, LayoutError, CoverageError: as `build_plan`.
-        ConfigError: a ring is too small for what its staging must hold.
     """
     plan = build_plan({worker: joined.source_map for worker, joined in maps.items()}, hosts, config)
     slices = {worker: slice_for(plan, worker) for worker in maps}
-    for piece in slices.values():
-        _check_ring(piece, config)
     return Slices(
         plans={worker: msgspec.msgpack.encode(piece) for worker, piece in slices.items()},
         partners={worker: tuple(sorted(set(_partners(piece, maps)))) for worker, piece in slices.items()},
     )
-
-
-def _check_ring(plan: WorkerPlan, config: Config) -> None:
-    """Pinned staging applies a version when it has landed whole, so its ring must hold one."""
-    num_groups = len(plan.incoming)
-    if not config.offers_are_parked and 0 < config.num_slots < num_groups:
-        raise ConfigError(
-            f"{plan.worker}: num_slots = {config.num_slots}, but a version takes {num_groups} slots of"
-            f" {config.slot_nbytes} bytes there, and with pinned staging it lands whole before it is applied;"
-            " set num_slots = 0 (a whole version), raise slot_nbytes, or use direct receiver staging"
-        )
 
 
 def _partners(plan: WorkerPlan, workers: Mapping[WorkerId, Joined]) -> Iterator[WorkerId]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import anyio
 import anyio.abc
+import anyio.to_thread
+import msgspec
 
 from wbridge.device.base import Event
 from wbridge.engine.context import ReceiverContext, close_endpoints
-from wbridge.engine.wire import encode
-from wbridge.errors import EndpointClosed, PeerLost, UpdateAborted
+from wbridge.engine.credits import CreditSender
+from wbridge.engine.scatters import Scatters
+from wbridge.errors import UpdateAborted
 from wbridge.flow.actions import GiveCredit, GroupReady, ReplaceSlot, RingAction, TakeBack, ToLeader
 from wbridge.flow.messages import Arrived, Credit, Stopped
 from wbridge.flow.ring import Incoming, ReceiverRing
@@ -20,6 +24,18 @@ from wbridge.transport.base import RemoteSlot
 
 Key = tuple[int, int, int]
 """Ticket, group, piece."""
+
+CHECKS_AT_ONCE: Final = 4
+"""Threads that compute checksums of what has arrived; few, since each keeps a core busy."""
+
+
+class _Check(msgspec.Struct, frozen=True):
+    """A piece that counts as arrived when its bytes have been found right."""
+
+    writer: str
+    arrived: Arrived
+    slot: int
+    view: memoryview
 
 
 class ReceiveEngine:
@@ -53,16 +69,22 @@ class ReceiveEngine:
         self._progress = anyio.Event()
         self.num_written: int = 0
         """Groups that the last `apply` has begun to write."""
-        # Unbounded, bounded by what may be in them: one credit for each piece, one fence for each slot.
-        self._credits, self._credit_inbox = anyio.create_memory_object_stream[tuple[str, Credit]](math.inf)
+        self._credits = {
+            name: CreditSender(context.epoch, endpoint) for name, endpoint in context.endpoints.items()
+        }
+        # Unbounded, bounded by what may be in them: one check for each piece, one fence for each slot.
+        self._checks, self._check_inbox = anyio.create_memory_object_stream[_Check](math.inf)
         self._fences, self._fence_inbox = anyio.create_memory_object_stream[TakeBack](math.inf)
 
     async def run(self) -> None:
         """Give credits and guard quarantined slots until cancelled; then nobody may write the ring."""
         try:
-            with self._credits, self._credit_inbox, self._fences, self._fence_inbox:
+            with self._checks, self._check_inbox, self._fences, self._fence_inbox:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._send_credits)
+                    for sender in self._credits.values():
+                        tasks.start_soon(sender.run)
+                    for _ in range(CHECKS_AT_ONCE):
+                        tasks.start_soon(self._check_pieces)
                     for buffer in self._context.staging.buffers:
                         self._context.transport.register(buffer)
                     self._perform(self._ring.start())
@@ -84,7 +106,8 @@ class ReceiveEngine:
         self._ticket = ticket
         self._aborted.clear()
         self._ready.clear()
-        self._perform(self._ring.grant(ticket, self._incoming))
+        before_hold = self._context.staging.groups_before_hold(len(self._groups))
+        self._perform(self._ring.grant(ticket, self._incoming, before_hold=before_hold))
 
     def abort(self, ticket: int, reason: str) -> None:
         """Void the grant; an apply that waits for its bytes raises `UpdateAborted`."""
@@ -97,49 +120,73 @@ class ReceiveEngine:
         self.abort(self._ticket, reason)
 
     def arrived(self, writer: str, arrived: Arrived) -> None:
-        """A piece is in its slot. If its checksum is wrong, the engine gives the ticket up."""
+        """A piece is in its slot; with a checksum it counts only when that is found right."""
         key = (arrived.ticket, arrived.group, arrived.piece)
-        slot = self._slots.pop(key, None)
         self._exposed.pop(key, None)
-        if slot is None:
+        if self._slots.pop(key, None) is None:
             return  # stale, or a second arrival
-        if arrived.checksum:
-            piece = self._groups[arrived.group].pieces[arrived.piece]
-            view = self._context.staging.slot_view(slot, piece.offset, piece.nbytes)
-            if checksum(view) != arrived.checksum:
-                self._give_up(
-                    arrived.ticket,
-                    f"{self._context.worker}, group {arrived.group}: the bytes from {writer} are not those"
-                    " it sent; send the version again",
-                )
-                return
-        self._perform(self._ring.arrived(writer, arrived))
+        slot = self._ring.checking(arrived) if arrived.checksum else None
+        if slot is None:
+            self._perform(self._ring.arrived(writer, arrived))
+            return
+        piece = self._groups[arrived.group].pieces[arrived.piece]
+        view = self._context.staging.slot_view(slot, piece.offset, piece.nbytes)
+        self._checks.send_nowait(_Check(writer, arrived, slot, view))
 
     def stopped(self, writer: str, stopped: Stopped) -> None:
         self._perform(self._ring.stopped(writer, stopped))
+
+    async def _check_pieces(self) -> None:
+        """If a checksum is wrong, the engine gives the ticket up."""
+        async for check in self._check_inbox:
+            arrived = check.arrived
+            total = await anyio.to_thread.run_sync(checksum, check.view)
+            if total == arrived.checksum:
+                self._perform(self._ring.arrived(check.writer, arrived))
+            elif arrived.ticket == self._ticket and arrived.ticket not in self._aborted:
+                self._give_up(
+                    arrived.ticket,
+                    f"{self._context.worker}, group {arrived.group}: the bytes from {check.writer} are not"
+                    " those it sent; send the version again",
+                )
+            self._perform(self._ring.checked(check.slot))
 
     # Apply --------------------------------------------------------------------------------------------
 
     async def apply(self, ticket: int, after: Event) -> None:
         """Write every group of `ticket` into the parameters, in order, as they land, not before `after`.
 
-        Not to be cancelled. `num_written` tells whether the parameters have changed when it raises.
+        Not to be cancelled. `num_written` tells whether the parameters have changed when it raises; all
+        copies have stopped then.
 
         Raises:
             UpdateAborted: the ticket was aborted.
         """
-        staging = self._context.staging
         self.num_written = 0
+        aborted: UpdateAborted | None = None
+        scatters = Scatters(
+            self._context.staging,
+            stopped=lambda slot: self._perform(self._ring.drained(slot)),
+            failed=lambda error: self.abort(ticket, str(error)),
+            wants_slots=lambda: self._ring.wants_slots,
+        )
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(scatters.run)
+            try:
+                await self._start_all(ticket, after, scatters)
+            except UpdateAborted as exc:
+                aborted = exc
+            finally:
+                scatters.close()
+        if error := scatters.error or aborted:
+            raise error
+
+    async def _start_all(self, ticket: int, after: Event, scatters: Scatters) -> None:
         for group in self._groups:
             slot = await self._wait_ready(ticket, group.index)
+            # One stream: what waits behind the first copy waits for `after` too.
+            scatters.start(group, slot, after=None if self.num_written else after)
             self.num_written += 1
-            try:
-                await staging.scatter(group, slot, after=after).wait()
-            except Exception as exc:
-                self._perform(self._ring.drained(slot))  # a copy that fails has stopped
-                self.abort(ticket, str(exc))
-                raise
-            self._perform(self._ring.drained(slot))
 
     async def _wait_ready(self, ticket: int, group: int) -> int:
         while True:
@@ -181,14 +228,7 @@ class ReceiveEngine:
         key = (give.ticket, give.group, give.piece)
         self._exposed[key], self._slots[key] = remote, give.slot
         credit = Credit(give.ticket, give.group, give.piece, give.slot, remote.token, remote.nbytes)
-        self._credits.send_nowait((give.writer, credit))
-
-    async def _send_credits(self) -> None:
-        async for writer, credit in self._credit_inbox:
-            try:
-                await self._context.endpoints[writer].send(encode(self._context.epoch, credit))
-            except (PeerLost, EndpointClosed):
-                continue  # the coordinator says what becomes of the ticket without this writer
+        self._credits[give.writer].give(credit)
 
     async def _guard(self, fence: TakeBack) -> None:
         """Take a quarantined slot back from the transport, or give it new memory after the deadline."""

@@ -52,6 +52,12 @@ class SlotMemory(msgspec.Struct, frozen=True):
     pinned_slots: int
     pinned_nbytes: int
     """Host memory with pinned staging: a ring, or the trainer's snapshots."""
+    version_nbytes: int
+    """What passes through the slots in each version."""
+    pinned_share: float
+    """The part of a version for which there is room while the worker computes, with pinned staging."""
+    lost_overlap_nbytes: int
+    """With pinned staging: bytes that can only move while the engine is parked, since its ring is full."""
 
 
 class LowerBound(msgspec.Struct, frozen=True):
@@ -129,6 +135,12 @@ class Explanation(msgspec.Struct, frozen=True):
                 f" direct {_size(use.direct_nbytes)} in {use.direct_slots} slots,"
                 f" pinned {_size(use.pinned_nbytes)} in {use.pinned_slots}"
             )
+            if use.lost_overlap_nbytes:
+                lines.append(
+                    f"overlap  {use.worker:<32} pinned slots take {use.pinned_share:.0%} of"
+                    f" {_size(use.version_nbytes)}; the other {_size(use.lost_overlap_nbytes)} move only"
+                    " while the engine is parked"
+                )
         return "\n".join(lines)
 
 
@@ -202,14 +214,18 @@ class _Traffic:
 def _memory(
     worker: WorkerId, plan: Plan, source_map: SourceMap, demand: Demand, config: Config
 ) -> SlotMemory:
+    lost_nbytes = 0
     if worker.role == "rollout":
         groups = plan.groups_into(worker)
         slot_nbytes = max((group.nbytes for group in groups), default=0)
         direct_slots = ring_slots(config, len(groups), "direct")
         pinned_slots = ring_slots(config, len(groups), "pinned")
         pinned_nbytes = pinned_slots * slot_nbytes
+        version_nbytes = sum(group.nbytes for group in groups)
+        lost_nbytes = sum(group.nbytes for group in groups[pinned_slots:])
     else:
         groups = plan.groups_from(worker)
+        version_nbytes = sum(p.nbytes for g in groups for p in g.pieces if p.writer == worker)
         slot_nbytes = max((p.nbytes for g in groups for p in g.pieces if p.writer == worker), default=0)
         direct_slots = min(config.local_slots, len(groups))
         pinned_slots = config.snapshot_versions
@@ -226,6 +242,9 @@ def _memory(
         direct_nbytes=direct_slots * slot_nbytes,
         pinned_slots=pinned_slots,
         pinned_nbytes=pinned_nbytes,
+        version_nbytes=version_nbytes,
+        pinned_share=1 - lost_nbytes / version_nbytes if version_nbytes else 1.0,
+        lost_overlap_nbytes=lost_nbytes,
     )
 
 

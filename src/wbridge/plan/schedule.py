@@ -64,10 +64,10 @@ def schedule(
 
 
 def ring_slots(config: Config, num_groups: int, receiver_staging: Staging) -> int:
-    """Return how many slots a receiver's ring has: a whole version when pinned, few when direct."""
-    if config.num_slots:
-        return config.num_slots
-    return num_groups if receiver_staging == "pinned" else min(DIRECT_SLOTS, num_groups)
+    """Return how many slots a receiver's ring has: a whole version when pinned, few when direct, and never
+    more than a version takes."""
+    automatic = num_groups if receiver_staging == "pinned" else DIRECT_SLOTS
+    return min(config.num_slots or automatic, num_groups)
 
 
 def _items(shipment: Shipment, capacity: int, geometry: Geometry) -> Iterator[_Item]:

@@ -75,6 +75,22 @@ def test_slot_memory_in_both_stagings() -> None:
     assert (sender.pinned_slots, sender.pinned_nbytes) == (2, 2 * 512)
 
 
+def test_a_ring_smaller_than_a_version_costs_overlap() -> None:
+    maps = sharded()
+    for num_slots, share in ((1, 1 / 8), (6, 6 / 8), (8, 1.0), (20, 1.0), (0, 1.0)):
+        told = explained(maps, one_host(maps), slot_nbytes=64, num_slots=num_slots)
+        uses = {use.worker: use for use in told.memory}
+        ring, sender = uses["rollout/engine0[3]"], uses["trainer/train[1]"]
+        assert ring.pinned_slots == (min(num_slots, 8) or 8)
+        assert (ring.version_nbytes, ring.pinned_share) == (512, share)
+        assert ring.lost_overlap_nbytes == 512 - share * 512
+        assert (sender.version_nbytes, sender.pinned_share, sender.lost_overlap_nbytes) == (1024, 1.0, 0)
+        lines = [line for line in told.to_text().splitlines() if line.startswith("overlap")]
+        assert len(lines) == (4 if share < 1 else 0)
+    text = explained(maps, one_host(maps), slot_nbytes=64, num_slots=6).to_text()
+    assert "pinned slots take 75% of 512 B; the other 128 B move only while the engine is parked" in text
+
+
 def test_unused_tensors_are_counted() -> None:
     maps = sharded()
     maps[trainer(0, 2)] = MapBuilder().box("w", SHAPE, rows(SHAPE, 0, 2)).whole("extra", (3,)).build()

@@ -90,6 +90,9 @@ def test_atomic_sets_that_share_a_tensor_become_one() -> None:
         (0, 2, "direct", 2),
         (3, 10, "pinned", 3),
         (3, 10, "direct", 3),
+        (12, 10, "pinned", 10),
+        (12, 2, "direct", 2),
+        (3, 0, "pinned", 0),
     ],
 )
 def test_ring_slots(num_slots: int, num_groups: int, staging: str, slots: int) -> None:

@@ -246,19 +246,6 @@ async def test_c33_c34_c35_a_destination_that_moved_is_refused(case: str, tmp_pa
         assert job.holds(2)
 
 
-async def test_a_pinned_ring_too_small_for_a_version_is_refused(tmp_path: Path) -> None:
-    errors = await refusals(
-        tmp_path,
-        [Trainer().source],
-        [Rollout().target],
-        config={"mode": "async", "num_slots": 2},
-    )
-    assert errors.keys() == {"trainer/trainer[0]", "rollout/engine-0[0]"}
-    for error in errors.values():
-        assert isinstance(error, ConfigError)
-        assert "num_slots = 2" in str(error) and "num_slots = 0" in str(error)
-
-
 @pytest.mark.parametrize("mode", ["sync", "sender_overlap"])
 async def test_a_direct_ring_may_be_as_small_as_one_slot(mode: str, tmp_path: Path) -> None:
     async with running(tmp_path, mode, engines=ONE, num_slots=1) as job:

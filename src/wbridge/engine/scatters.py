@@ -1,0 +1,78 @@
+"""Scatters: the copies of one version into the parameters, many in flight at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+
+from wbridge.device.base import Event
+from wbridge.plan.types import Group
+from wbridge.staging.base import ReceiverStaging
+
+
+class Scatters:
+    """Starts copies in order and waits for them in order, with as few wake-ups as the slots allow.
+
+    `stopped` is called with each slot whose copy is over, well or not; `failed` with the first error, at
+    once. While `wants_slots` returns True each copy is waited for, otherwise the newest of those started.
+    """
+
+    def __init__(
+        self,
+        staging: ReceiverStaging,
+        *,
+        stopped: Callable[[int], None],
+        failed: Callable[[Exception], None],
+        wants_slots: Callable[[], bool],
+    ) -> None:
+        self._staging = staging
+        self._stopped = stopped
+        self._failed = failed
+        self._wants_slots = wants_slots
+        self._flying: deque[tuple[int, Event]] = deque()  # the older a copy, the earlier it ends
+        self._is_closed = False
+        self._changed = anyio.Event()
+        self.error: Exception | None = None
+
+    def start(self, group: Group, slot: int, *, after: Event | None) -> None:
+        """Copy `group` out of `slot`, behind all copies before it and not before `after` is done."""
+        try:
+            event = self._staging.scatter(group, slot, after=after)
+        except Exception as exc:  # kept in `error`, which whoever runs this raises
+            self._fail(exc)
+            self._stopped(slot)
+        else:
+            self._flying.append((slot, event))
+            self._changed.set()
+
+    def close(self) -> None:
+        """No more will be started: `run` returns when those in flight have stopped."""
+        self._is_closed = True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Give slots back until closed. Cancelled: the copies go on, and their slots stay taken."""
+        while self._flying or not self._is_closed:
+            if not self._flying:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+                continue
+            count = 1 if self._wants_slots() else len(self._flying)
+            await self._settle(self._flying[count - 1][1])
+            for _ in range(count):
+                slot, event = self._flying.popleft()
+                await self._settle(event)  # over by now; it may have failed all the same
+                self._stopped(slot)
+
+    async def _settle(self, event: Event) -> None:
+        try:
+            await event.wait()
+        except Exception as exc:  # kept in `error`, which whoever runs this raises
+            self._fail(exc)
+
+    def _fail(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+            self._failed(error)
