@@ -5,9 +5,9 @@
 Each trainer and each engine of the job lives on a host of its own: a network namespace whose link is limited
 in both directions. Two trainers hold the halves of a model, two engines of two tensor-parallel workers run
 it; steps wait on a timer. The speeds that the prediction starts from are measured here, by what
-`wbridge advise --measure` and `--link` run: copies by as many workers at once as step together, and all links at once,
-since all hosts share this machine. Step times are the job's own. AGST is the
-stall averaged over all workers, per version: the median over the updates.
+`wbridge advise --measure` and `--link` run: copies by as many workers at once as step together, and all links
+at once, since all hosts share this machine. Step times are the job's own. AGST is the stall averaged over
+all workers, per version: the median over the updates.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 NEW_NETWORK = 0x40000000
 """`CLONE_NEWNET`."""
 TOOLS = ("ip", "tc")
-MIN_BURST_NBYTES = 256 * 1024
-BURST_S = 0.004
+MIN_BURST_NBYTES = 32 * 1024
+BURST_S = 0.005
 """A bucket smaller than what passes between two ticks of the kernel would cost part of the rate."""
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "UCX_TLS": "tcp", "VLLM_HOST_IP": "127.0.0.1"}
 """What processes on such hosts need: the name of this machine leads nowhere from there."""

@@ -1,6 +1,6 @@
 """Train a small policy with reinforcement learning, and follow it with two inference engines.
 
-python docs/tutorial/rl_loop [--mode async] [--steps 40] [--json PATH]
+python docs/tutorial/rl_loop [--mode async | --compare-modes] [--steps 40] [--link-mbit 5] [--json PATH]
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import os
 import queue
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as multiprocessing
 from colocated import run_colocated
-from report import Channels, Results, closing_table, greedy_tokens
+from links import open_link
+from report import Channels, Results, closing_table, comparison_table, greedy_tokens
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rollout import CHECK_PROMPT, run_rollout
@@ -46,37 +48,69 @@ def main() -> int:
     arguments = parse_arguments()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with tempfile.TemporaryDirectory(prefix="wbridge-demo-") as directory:
-        settings = Settings(
-            mode=arguments.mode,
-            steps=arguments.steps,
-            sync=not arguments.no_sync,
-            colocated=arguments.colocated,
-            size=arguments.size,
-            directory=Path(directory),
-        )
-        policy_config(settings.size).save_pretrained(settings.model_directory)
-        console = Console()
-        results = run(settings, console)
-        greedy = greedy_tokens(settings.trained_directory, CHECK_PROMPT)
-    console.print(closing_table(results, settings, greedy))
+    console = Console()
+    modes = [arguments.mode] if arguments.compare_modes is None else arguments.compare_modes or MODES
+    numbers: dict[str, dict[str, float | int]] = {}
+    problems: list[str] = []
+    with open_link(arguments.link_mbit) as hosts:
+        for mode in modes:
+            numbers[mode], found = play(mode, arguments, hosts, console)
+            problems += found
+    if arguments.compare_modes is not None:
+        console.print(comparison_table(numbers))
+        if arguments.link_mbit:
+            problems += order_of(numbers)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results.as_json(greedy), indent=2) + "\n")
-    problems = verdict(results, settings, greedy)
+        told = numbers[modes[0]] if arguments.compare_modes is None else numbers
+        arguments.json.write_text(json.dumps(told, indent=2) + "\n")
     for problem in problems:
         console.print(f"[red]{problem}")
     return 1 if problems else 0
 
 
+def play(
+    mode: str, arguments: argparse.Namespace, hosts: Mapping[str, Any], console: Console
+) -> tuple[dict[str, float | int], list[str]]:
+    """Run the loop once; return its closing numbers and what is wrong with them."""
+    with tempfile.TemporaryDirectory(prefix="wbridge-demo-") as directory:
+        settings = Settings(
+            mode=mode,
+            steps=arguments.steps,
+            sync=not arguments.no_sync,
+            colocated=arguments.colocated,
+            size=arguments.size,
+            directory=Path(directory),
+            hosts=hosts,
+        )
+        policy_config(settings.size).save_pretrained(settings.model_directory)
+        results = run(settings, console)
+        greedy = greedy_tokens(settings.trained_directory, CHECK_PROMPT)
+    console.print(closing_table(results, settings, greedy))
+    return results.as_json(greedy), verdict(results, settings, greedy)
+
+
+def order_of(numbers: Mapping[str, Mapping[str, float | int]]) -> list[str]:
+    """On a slow link, waiting for nobody must pay."""
+    if "sync" not in numbers or "async" not in numbers:
+        return []
+    slow, fast = numbers["sync"]["steps_per_s"], numbers["async"]["steps_per_s"]
+    return [] if fast > slow else [f"async made {fast} steps per second and sync {slow}: is the link slow?"]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rl_loop", description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=MODES, default="async", help="who waits for whom")
+    parser.add_argument("--compare-modes", choices=MODES, nargs="*", help="one run each; of all by default")
     parser.add_argument("--steps", type=int, default=40, help="training steps, each a version")
     parser.add_argument("--json", type=Path, help="write the closing numbers here")
     parser.add_argument("--colocated", action="store_true", help="a trainer and an engine per process")
     parser.add_argument("--no-sync", action="store_true", help="a control: withhold the updates")
     parser.add_argument("--size", choices=("tiny", "medium"), default="tiny", help="of the policy")
-    return parser.parse_args()
+    parser.add_argument("--link-mbit", type=float, help="limit the link between the sides, as root")
+    arguments = parser.parse_args()
+    if arguments.colocated and arguments.link_mbit:
+        parser.error("--colocated and --link-mbit: there is no link inside a process")
+    return arguments
 
 
 def run(settings: Settings, console: Console) -> Results:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,20 @@ class Results:
         num_workers = self._settings.num_trainers + self._settings.num_engines
         return 1e3 * sum(stalls) / num_workers / max(1, self.versions_sent())
 
+    def stall_ms(self, kind: str) -> float:
+        """Return the median stall of a worker, for a version `sent` or an `update` applied."""
+        stalls = [event["stall_s"] for event in self.all_of(kind) if event["version"] > 0]
+        return 1e3 * statistics.median(stalls) if stalls else 0.0
+
+    def steps_per_s(self) -> float:
+        """Return how fast the trainers have gone on since their first step."""
+        ends = [event["end_s"] for event in self.all_of("step")]
+        return (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else 0.0
+
+    def lag(self) -> float:
+        """Return how many versions behind the samples were, on average."""
+        return statistics.fmean(event["lag"] for event in self.all_of("step"))
+
     def egress_nbytes(self) -> int:
         return sum(event["nbytes"] for event in self.all_of("egress"))
 
@@ -99,6 +114,10 @@ class Results:
             "reward_last": round(self.mean_reward(last=True), 4),
             "bit_exact": int(not self.failures(greedy)),
             "agst_ms": round(self.agst_ms(), 3),
+            "trainer_stall_ms": round(self.stall_ms("sent"), 3),
+            "rollout_stall_ms": round(self.stall_ms("update"), 3),
+            "steps_per_s": round(self.steps_per_s(), 4),
+            "lag_versions": round(self.lag(), 3),
             "versions_sent": self.versions_sent(),
             "versions_applied": self.versions_applied(),
             "egress_copies": round(self.egress_copies(), 4),
@@ -144,6 +163,9 @@ def closing_table(results: Results, settings: Settings, greedy: list[int]) -> An
         "versions sent / applied by every rollout": f"{numbers['versions_sent']} / "
         f"{numbers['versions_applied']}",
         "AGST (stall per version and worker)": f"{numbers['agst_ms']:.1f} ms",
+        "stall of a trainer, of a rollout": f"{numbers['trainer_stall_ms']:.1f} ms,"
+        f" {numbers['rollout_stall_ms']:.1f} ms",
+        "training steps per second": f"{numbers['steps_per_s']:.2f}",
         "bytes sent": f"{results.egress_nbytes() / 1e6:.2f} MB; one copy of the model: {model_mb:.2f} MB",
         "copies sent per version and rollout": f"{numbers['egress_copies']:.3f}",
     }
@@ -157,4 +179,21 @@ def closing_table(results: Results, settings: Settings, greedy: list[int]) -> An
             f"bit-exact: {exact}; greedy: {decode(engine['tokens'])}",
         )
     table.add_row("transformers on the saved checkpoint", f"greedy: {decode(greedy)}")
+    return table
+
+
+def comparison_table(numbers: Mapping[str, Mapping[str, float | int]]) -> Any:
+    """What each mode has cost, one line per mode."""
+    from rich.table import Table
+
+    columns = {
+        "trainer stall": ("trainer_stall_ms", "{:.1f} ms"),
+        "rollout stall": ("rollout_stall_ms", "{:.1f} ms"),
+        "AGST": ("agst_ms", "{:.1f} ms"),
+        "versions behind": ("lag_versions", "{:.2f}"),
+        "steps per second": ("steps_per_s", "{:.2f}"),
+    }
+    table = Table("mode", *columns, title="what each mode costs")
+    for mode, found in numbers.items():
+        table.add_row(mode, *(form.format(found[key]) for key, form in columns.values()))
     return table

@@ -16,6 +16,7 @@ CHECK_PROMPT = encode("xyz")
 
 def run_rollout(index: int, settings: Settings, channels: Channels) -> None:
     """The life of one rollout process."""
+    settings.enter_host("rollout")
     Rollout(index, settings, channels).run()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ VOCABULARY_SIZE = len(WORDS)
 TARGET = WORDS.index("a")
 NUM_NEW_TOKENS = 12
 """The best reward: every new token is the target."""
+
+PORT = 7717
+"""Where the coordinator listens when the processes live on several hosts."""
 
 GROUP_SIZE = 16
 """Samples of one prompt; each is judged against the others of its group."""
@@ -28,11 +32,15 @@ class Settings:
     colocated: bool
     size: str
     directory: Path
+    hosts: Mapping[str, Any]
+    """By role, if the two live on hosts of their own: see `links.py`."""
     num_trainers: int = 2
     num_engines: int = 2
 
     @property
     def rendezvous(self) -> str:
+        if self.hosts:
+            return f"tcp://{self.hosts['trainer'].address}:{PORT}"
         return f"file://{self.directory}/rendezvous"
 
     @property
@@ -42,6 +50,11 @@ class Settings:
     @property
     def trained_directory(self) -> Path:
         return self.directory / "trained"
+
+    def enter_host(self, role: str) -> None:
+        """Move this process to the host of its role, before it does anything else."""
+        if self.hosts:
+            self.hosts[role].enter()
 
     @property
     def groups_per_step(self) -> int:

@@ -20,6 +20,7 @@ MAX_LAG = 4
 
 def run_trainer(rank: int, settings: Settings, channels: Channels) -> None:
     """The life of one trainer process."""
+    settings.enter_host("trainer")
     torch.set_num_threads(1)
     join_trainers(rank, settings)
     train(rank, settings, channels)
@@ -59,7 +60,10 @@ def train(rank: int, settings: Settings, channels: Channels) -> None:
                 if step == settings.steps:
                     finish_last(sender, delivery, step, rank, channels)
             if rank == 0:
-                channels.report(kind="step", step=step, reward=mean_reward, lag=lag, stall_s=stall_s)
+                now_s = time.perf_counter()
+                channels.report(
+                    kind="step", step=step, reward=mean_reward, lag=lag, stall_s=stall_s, end_s=now_s
+                )
         report_weights(model, rank, settings, channels)
         channels.trained.set()
         channels.checked.wait()  # the engines leave first
