@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
@@ -44,11 +45,11 @@ def set_copy_threads(num_threads: int) -> None:
 
 def _load() -> ModuleType:
     try:
-        from wbridge.native import _core
+        core = importlib.import_module("wbridge.native._core")
     except ModuleNotFoundError as exc:
         raise NativeUnavailable(f"the extension was not built; {_REMEDY}") from exc
     except ImportError as exc:
         raise NativeUnavailable(f"the extension does not load: {exc}; {_REMEDY}") from exc
-    if _core.INTERFACE != _INTERFACE:
+    if core.INTERFACE != _INTERFACE:
         raise NativeUnavailable(f"the extension was built from other sources; {_REMEDY}")
-    return _core
+    return core
