@@ -4,10 +4,10 @@
 
 Each trainer and each engine of the job lives on a host of its own: a network namespace whose link is limited
 in both directions. Two trainers hold the halves of a model, two engines of two tensor-parallel workers run
-it; steps wait on a timer. The speeds that the prediction starts from are measured here, by what
-`wbridge advise --measure` and `--link` run: copies by as many workers at once as step together, and all links
-at once, since all hosts share this machine. Step times are the job's own. AGST is the stall averaged over
-all workers, per version: the median over the updates.
+it; steps wait on a timer. The prediction starts from speeds that are measured here: all links at once, by
+what `wbridge advise --link` runs; gathering and checksums by what `--measure` runs; and the two copies in
+which the modes differ between the updates, in the same processes, with nothing around them. Step times are
+the job's own. AGST is the stall averaged over all workers, per version: the median over the updates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import platform
 import secrets
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +63,6 @@ def main() -> None:
                 speeds = measure_speeds(hosts, num_layers * LAYER_HALF_NBYTES)
                 settings = Settings(mode=mode, num_layers=num_layers, num_updates=options.updates)
                 found = compare(settings, hosts, speeds)
-            found |= msgspec.structs.asdict(speeds)
             rows += [row(f"{mode}-{link}", metric, value) for metric, value in found.items()]
             for told in rows[-len(found) :]:
                 print(f"{told['case']:24} {told['metric']:28} {told['value']:>12} {told['unit']}", flush=True)
@@ -114,7 +113,13 @@ def compare(settings: Settings, hosts: Mapping[str, Host], speeds: Speeds) -> di
     if not all(report.is_whole for report in rollouts):
         raise SystemExit("the weights of a rollout are not its version's")
     agst_ms = 1e3 * statistics.median(per_version(trainers, rollouts)[0])
-    told = predict(settings.mode, load_of_job(settings), speeds, measured_steps(trainers, rollouts), Config())
+    job = load_of_job(settings)
+    speeds = msgspec.structs.replace(
+        speeds,
+        snapshot_gb_s=copied_gb_s(job.shard_nbytes, trainers),
+        apply_gb_s=copied_gb_s(job.ingress_nbytes, rollouts),
+    )
+    told = predict(settings.mode, job, speeds, measured_steps(trainers, rollouts), Config())
     return {
         "agst_ms": agst_ms,
         "predicted_agst_ms": 1e3 * told.agst_s,
@@ -122,7 +127,12 @@ def compare(settings: Settings, hosts: Mapping[str, Host], speeds: Speeds) -> di
         "staleness_versions": staleness(trainers, rollouts),
         "predicted_staleness_versions": told.staleness_versions,
         **stalls_ms(trainers, rollouts, told),
+        **msgspec.structs.asdict(speeds),
     }
+
+
+def copied_gb_s(nbytes: int, reports: Sequence[TrainerReport | RolloutReport]) -> float:
+    return nbytes / statistics.median(copy.wall_s for report in reports for copy in report.copies) / 1e9
 
 
 def load_of_job(settings: Settings) -> Load:

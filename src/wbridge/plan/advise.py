@@ -28,8 +28,14 @@ MODES: dict[str, tuple[bool, bool]] = {
 INDIFFERENCE = 0.01
 """Modes that keep the workers equally busy but for this part are equally good."""
 
-CONTROL_ROUNDS = 2
-"""Round trips before the first byte (announce and offer, grant and credit); as many around an apply."""
+GRANT_ROUNDS = 2
+"""Round trips before the first byte: announce and offer, grant and credit."""
+
+APPLY_ROUNDS = 4
+"""Around an apply: hold, meet and commit, and as long as one for what changes threads in between."""
+
+SNAPSHOT_ROUNDS = 1
+"""As long as one for a snapshot that changes threads twice."""
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +189,8 @@ class _Case:
         automatic = load.num_groups if self.rollout_pinned else min(DIRECT_SLOTS, load.num_groups)
         self.slots = num_slots or automatic
         self._holds_all = self.rollout_pinned and self.slots >= load.num_groups
-        self._rounds_s = CONTROL_ROUNDS * speeds.round_s
+        self._grant_s = GRANT_ROUNDS * speeds.round_s
+        self._commit_s = APPLY_ROUNDS * speeds.round_s
         scatter_s = load.ingress_nbytes / _per_s(speeds.device_gb_s)
         last_scatter_s = 0.0 if self.rollout_pinned else scatter_s / load.num_groups
         self.transfer_s = self._pipelined_s(0.0 if self.rollout_pinned else scatter_s) - last_scatter_s
@@ -218,21 +225,22 @@ class _Case:
     def _landed_s(self) -> float:
         """From the announcement until all bytes are at all engines. A direct engine has to park first, and
         a ring smaller than a version to be emptied at a poll."""
-        return self._rounds_s + (0.0 if self._holds_all else self._last_wait_s) + self.transfer_s
+        return self._grant_s + (0.0 if self._holds_all else self._last_wait_s) + self.transfer_s
 
     @property
     def used_s(self) -> float:
         """From the announcement until the version is in use."""
         waited_s = self._mean_wait_s if self._holds_all else 0.0
-        return self._landed_s + waited_s + self._apply_s + self._rounds_s
+        return self._landed_s + waited_s + self._apply_s + self._commit_s
 
     @property
     def rollout_stall_s(self) -> float:
         if self._holds_all:
-            return self._apply_s + self._rounds_s
+            return self._apply_s + self._commit_s
         ring_part = self.slots / self._load.num_groups if self.rollout_pinned else 0.0
         others_s = min(self._last_wait_s - self._mean_wait_s, self._config.relay_patience_s)
-        return others_s + 2 * self._rounds_s + (1 - ring_part) * self.transfer_s + self._apply_s
+        transfer_s = (1 - ring_part) * self.transfer_s
+        return others_s + self._grant_s + transfer_s + self._apply_s + self._commit_s
 
     @property
     def trainer_stall_s(self) -> float:
@@ -240,6 +248,7 @@ class _Case:
             # With two snapshots the newest version that nobody has taken gives way; with one it is in use.
             held_s = self._landed_s if self._config.snapshot_versions == 1 else 0.0
             snapshot_s = self._load.shard_nbytes / _per_s(self._speeds.snapshot_gb_s)
+            snapshot_s += SNAPSHOT_ROUNDS * self._speeds.round_s
             return snapshot_s + max(0.0, held_s - self._steps.train_s)
         # An engine with a ring has room again when it has applied, which may be after the next announcement.
         busy_s = self._last_wait_s + self._apply_s if self.rollout_pinned else 0.0
