@@ -30,11 +30,13 @@ from benchmarks.harness.cost import Cost, median_ms  # noqa: E402  # needs the p
 from benchmarks.harness.idle import IdleReport, run_idle_rollout, run_idle_trainer  # noqa: E402
 from benchmarks.harness.job import RolloutReport, Settings, TrainerReport, run_job  # noqa: E402
 from benchmarks.harness.model import LAYER_HALF_NBYTES  # noqa: E402
+from benchmarks.harness.reference import measure_reference  # noqa: E402
 from benchmarks.harness.rollout import run_rollout  # noqa: E402
 from benchmarks.harness.trainer import run_trainer  # noqa: E402
 
 MODES = ("sync", "sender_overlap", "receiver_overlap", "async")
 ENGINE_SIZES = {"tp2": 2, "tp4": 4, "tp8": 8}
+REFERENCE = "weightbridge-0.1.0"
 NAP_S = 0.8
 BURST = 3
 QUIET = {"heartbeat_s": 60.0}
@@ -49,20 +51,31 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"shard {num_layers * LAYER_HALF_NBYTES / 1e6:.0f} MB per trainer, {options.updates} updates")
     rows: list[Row] = []
-    for mode in options.case or [*MODES, *ENGINE_SIZES]:
+    cases = options.case or [*MODES, *ENGINE_SIZES]
+    for mode in cases:
         settings = Settings(mode=mode, num_layers=num_layers, num_updates=options.updates)
         found = measure_idle(mode) if mode in ENGINE_SIZES else measure_mode(settings)
-        if mode == "async":
+        if mode == "async" and options.rounds:
             found |= measure_independence(settings, options.rounds)
-        rows += [
-            {"benchmark": "modes", "case": mode, "system": "wbridge", "metric": metric}
-            | {"value": round(value, 3), "unit": unit_of(metric)}
-            for metric, value in found.items()
-        ]
-        for row in rows[-len(found) :]:
-            print(f"{mode:18} {row['metric']:28} {row['value']:>12} {row['unit']}", flush=True)
+        rows += report(mode, "wbridge", found)
+    if options.reference:
+        for case, found in measure_reference(options.reference, NAP_S, cases).items():
+            rows += report(case, REFERENCE, found)
+    else:
+        print("reference: not measured; name the folder of its scripts with --reference")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def report(case: str, system: str, found: dict[str, float]) -> list[Row]:
+    """Print what was found, and return it as rows."""
+    for metric, value in found.items():
+        print(f"{case:17} {system:19} {metric:29} {value:12.3f} {unit_of(metric)}", flush=True)
+    return [
+        {"benchmark": "modes", "case": case, "system": system, "metric": metric}
+        | {"value": round(value, 3), "unit": unit_of(metric)}
+        for metric, value in found.items()
+    ]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,9 +84,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--case", choices=[*MODES, *ENGINE_SIZES], action="append", help="only these cases")
+    parser.add_argument("--reference", type=Path, help="the folder with the reference's scripts")
     parser.add_argument("--shard-mb", type=int, default=272, help="of each trainer")
     parser.add_argument("--updates", type=int, default=30, help="measured updates per mode")
-    parser.add_argument("--rounds", type=int, default=10, help="bursts of three updates beside a sleeper")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="bursts of three updates beside a sleeper; 0: skip"
+    )
     return parser.parse_args()
 
 

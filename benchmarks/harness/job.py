@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import queue
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Settings:
     """A rollout's step between two polls."""
     nap_s: float = 0.0
     """How long the last engine sleeps after each update."""
-    config: dict[str, object] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def adapter_arguments(self) -> dict[str, Any]:
