@@ -14,6 +14,7 @@ from wbridge.errors import ConfigError
 
 PREFIX = "WBRIDGE_"
 ENVIRONMENT_ONLY: Mapping[str, str] = {
+    "WBRIDGE_CONFIG": "path of a TOML file with settings",
     "WBRIDGE_SECRET": "shared secret of the job's workers",
     "WBRIDGE_PORT": 'port of the coordinator with `rendezvous="env://"`',
 }
@@ -35,12 +36,15 @@ def load(
 ) -> tuple[Config, dict[str, str]]:
     """Return the settings, and for each one where its value comes from.
 
-    `environ` is usually `os.environ`. Lists in it are separated by commas.
+    `environ` is usually `os.environ`. Lists in it are separated by commas. `toml` is the file that
+    `WBRIDGE_CONFIG` names, unless given.
 
     Raises:
         ConfigError: an unknown setting, a value of the wrong type or out of range, an unreadable file.
     """
     raw: dict[str, tuple[object, str]] = {}
+    if toml is None and environ.get("WBRIDGE_CONFIG"):
+        toml = Path(environ["WBRIDGE_CONFIG"])
     if toml is not None:
         raw |= {name: (value, str(toml)) for name, value in _read_toml(toml).items()}
     for variable, text in environ.items():

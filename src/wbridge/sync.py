@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import Literal
 
-from wbridge.config import Config
+from wbridge.config import Config, Mode
 from wbridge.device.base import Device, Stream
 from wbridge.ids import Epoch
 from wbridge.observe.stats import SendStats
@@ -48,6 +49,16 @@ class SenderAdapter:
     ) -> Delivery:
         """See `wbridge.SenderAdapter.send_weights`. An interrupt counts as a cancellation."""
         return Delivery(drive_blocking(self._trainer.send_weights(version, metadata, stream)))
+
+    def reconfigure(
+        self,
+        *,
+        mode: Mode | str | None = None,
+        delivery: Literal["auto", "every", "latest"] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """See `wbridge.SenderAdapter.reconfigure`. An interrupt counts as a cancellation."""
+        drive_blocking(self._trainer.reconfigure(mode, delivery, timeout_s))
 
     @property
     def epoch(self) -> Epoch | None:

@@ -41,6 +41,21 @@ def explicit_settings(config: Config, origins: Mapping[str, str]) -> Explicit:
     }
 
 
+def check_pins(worker: object, explicit: Explicit, values: Mapping[str, Value]) -> None:
+    """Check settings that a running job is to change against those that a worker has set for itself.
+
+    Raises:
+        ConfigError: the worker insists on another value; the message names it and its origin.
+    """
+    for name, value in sorted(values.items()):
+        pinned, origin = explicit.get(name, (value, ""))
+        if pinned != value:
+            raise ConfigError(
+                f"{worker} sets {name} = {pinned!r} ({origin}), so the job cannot change it to {value!r};"
+                " leave it out there, and the worker follows the job"
+            )
+
+
 def check_agreement(worker: object, explicit: Explicit, config: Config, origins: Mapping[str, str]) -> None:
     """Compare what a worker set with what the job uses.
 

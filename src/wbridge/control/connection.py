@@ -15,7 +15,7 @@ from anyio.streams.tls import TLSStream
 from wbridge import errors
 from wbridge.control import codec
 from wbridge.control.auth import authenticate_client, authenticate_server
-from wbridge.control.messages import Message, Rejected
+from wbridge.control.messages import Message, Reconfigured, Rejected
 from wbridge.errors import ConfigError, EndpointClosed, PeerLost, ProtocolError, WBridgeError
 
 HANDSHAKE_S = 10.0
@@ -101,7 +101,7 @@ class Connection:
         except _BROKEN as exc:
             raise self._lost(exc) from exc
         if isinstance(message, Rejected):
-            raise _rejection(message)
+            raise rebuild_error(message)
         return message
 
     async def reject(self, error: WBridgeError) -> None:
@@ -145,14 +145,14 @@ class Connection:
         return PeerLost(f"{self._remote} is gone: {reason}")
 
 
-def _rejection(rejected: Rejected) -> WBridgeError:
-    """Rebuild the error that the peer names; an unknown class is the root."""
-    kind = getattr(errors, rejected.error, WBridgeError)
+def rebuild_error(message: Rejected | Reconfigured) -> WBridgeError:
+    """Return the error that the peer names; an unknown class is the root."""
+    kind = getattr(errors, message.error, WBridgeError)
     if not (isinstance(kind, type) and issubclass(kind, WBridgeError)):
         kind = WBridgeError
     if issubclass(kind, errors.BarrierTimeout):
-        return kind(rejected.message, rejected.missing)
-    return kind(rejected.message)
+        return kind(message.message, message.missing)
+    return kind(message.message)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -26,10 +26,12 @@ from wbridge.control.messages import (
     Join,
     Keyed,
     Message,
+    Reconfigure,
     StatusReply,
     StatusRequest,
     Welcome,
 )
+from wbridge.control.reconfiguring import Reconfiguring
 from wbridge.errors import EndpointClosed, InternalError, PeerLost, ProtocolError, WBridgeError
 from wbridge.layout.source_map import SourceMap
 
@@ -51,14 +53,13 @@ class Coordinator:
         port: int = 0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._config = config
-        self._origins = dict(origins or {})
+        self._settings = Reconfiguring(config, origins or {})
         self._secret = secret
         self._host, self._port = host, port
         self._tls = tls
         self._membership = Membership()
         self.incarnation: int = secrets.randbits(64)
-        self._epochs = Epochs(config, self.incarnation, self._membership)
+        self._epochs = Epochs(self._settings, self.incarnation, self._membership)
         self._address: str | None = None
         self._scope = anyio.CancelScope()
 
@@ -111,8 +112,8 @@ class Coordinator:
             raise ProtocolError(f"{connection.remote} began with {type(first).__name__} instead of Hello")
 
     def _admit(self, hello: Hello, connection: Connection) -> Member:
-        check_agreement(hello.worker, hello.explicit, self._config, self._origins)
-        member = Member(hello, LeasedConnection(connection, self._config.heartbeat_s))
+        check_agreement(hello.worker, hello.explicit, self._settings.config, self._settings.origins)
+        member = Member(hello, LeasedConnection(connection, self._settings.config.heartbeat_s))
         replaced = self._membership.check(member)
         if replaced is not None:
             replaced.lease.abort("the same process has connected again")
@@ -125,7 +126,8 @@ class Coordinator:
         lease = member.lease
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lease.run)
-            lease.post(Welcome(self.incarnation, job_values(self._config), self._config.heartbeat_s))
+            config = self._settings.config
+            lease.post(Welcome(self.incarnation, job_values(config), config.heartbeat_s))
             try:
                 while await self._act(member, await lease.receive()):
                     pass
@@ -147,6 +149,8 @@ class Coordinator:
                 self._epochs.receive(member, message)
             case EpochReady():
                 self._epochs.ready(member, message)
+            case Reconfigure():
+                self._epochs.reconfigure(member, message)
             case Join():
                 await self._join(member, message)
             case StatusRequest():
@@ -173,7 +177,7 @@ class Coordinator:
             transport_address=message.transport_address,
             lockstep_address=message.lockstep_address,
             since_s=anyio.current_time(),
-            patience_s=message.patience_s or self._config.connect_timeout_s,
+            patience_s=message.patience_s or self._settings.config.connect_timeout_s,
         )
         self._epochs.changed()
 

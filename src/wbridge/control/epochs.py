@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -12,9 +11,18 @@ import anyio.to_thread
 
 from wbridge.config import Config
 from wbridge.control.membership import Member, Membership
-from wbridge.control.messages import EpochLive, EpochReady, Keyed, Rejected, StatusReply, WorkerLost
+from wbridge.control.messages import (
+    EpochLive,
+    EpochReady,
+    Keyed,
+    Reconfigure,
+    Rejected,
+    StatusReply,
+    WorkerLost,
+)
 from wbridge.control.planning import Roster, Slices, build_slices, epoch_start, joined_of
 from wbridge.control.publishing import Cohort, EngineStanding, Publishing
+from wbridge.control.reconfiguring import Reconfiguring
 from wbridge.errors import BarrierTimeout, WBridgeError
 from wbridge.ids import Epoch
 
@@ -29,8 +37,8 @@ _log = logging.getLogger(__name__)
 class Epochs:
     """Drives the membership from epoch to epoch. All methods run in the coordinator's loop."""
 
-    def __init__(self, config: Config, incarnation: int, membership: Membership) -> None:
-        self._config = config
+    def __init__(self, settings: Reconfiguring, incarnation: int, membership: Membership) -> None:
+        self._settings = settings
         self._incarnation = incarnation
         self._membership = membership
         self._changed = anyio.Event()
@@ -41,7 +49,12 @@ class Epochs:
         self._idle_since_s = 0.0
         self._opening: Cohort | None = None
         self._live: Publishing | None = None
+        self._planned: tuple[Roster, Slices] | None = None
         self.phase: Phase = "forming"
+
+    @property
+    def _config(self) -> Config:
+        return self._settings.config
 
     # What happens to members
 
@@ -77,6 +90,13 @@ class Epochs:
             self._live.cohort.lost.add(member)
             self._live.cohort.tell(WorkerLost(member.worker, reason))
             self._live.lose(member, reason)
+        self._settings.lose(member, reason)
+        self.changed()
+
+    def reconfigure(self, member: Member, request: Reconfigure) -> None:
+        """A rank asks for other settings: when all have, a new epoch begins with them."""
+        rollouts = [m for m in self._membership if m.worker.role == "rollout"]
+        self._settings.ask(member, request, self._membership.trainers() or (), rollouts)
         self.changed()
 
     def reject(self, member: Member, error: WBridgeError) -> None:
@@ -109,17 +129,19 @@ class Epochs:
                 if slices is None or not self._still_there(roster):
                     continue
                 await self._end()
+                self._settings.switch()
                 if self._still_there(roster) and await self._open(roster, slices):
                     assert self._live is not None
                     tasks.start_soon(self._live.run)
 
     async def _form(self) -> Roster:
-        """Wait for a complete trainer group and enough engines, among them somebody new."""
+        """Wait for a complete trainer group and enough engines, and for somebody new or other settings."""
         while (roster := self._complete_roster()) is None:
             with anyio.CancelScope(deadline=self._next_deadline_s()):
                 await self._changed.wait()
             self._name_missing()
             self._expire_waiting()
+            self._settings.expire(self._membership.trainers() or ())
         return roster
 
     def _complete_roster(self) -> Roster | None:
@@ -127,7 +149,7 @@ class Epochs:
         if ranks is None or len(engines) < self._num_required():
             return None
         roster = Roster(ranks, engines)
-        if self._served().issuperset(roster.members):
+        if self._served().issuperset(roster.members) and not self._settings.is_due:
             return None
         return roster
 
@@ -159,7 +181,7 @@ class Epochs:
         deadlines = [self._since_s(m) + joined_of(m).patience_s for m in waiting]
         if not self._named_missing:
             deadlines += [self._since_s(m) + QUIET_S for m in waiting]
-        return min(deadlines, default=math.inf)
+        return min([*deadlines, self._settings.deadline_s()])
 
     def _name_missing(self) -> None:
         now_s = anyio.current_time()
@@ -182,17 +204,21 @@ class Epochs:
 
     async def _plan(self, roster: Roster) -> Slices | None:
         """Plan in a worker thread while an old epoch keeps serving. None: the newcomers were rejected."""
+        if self._planned is not None and self._planned[0] == roster:
+            return self._planned[1]  # other settings do not change who sends what
         self.phase = "planning"
         maps = {member.worker: joined_of(member) for member in roster.members}
         hosts = {member.worker: member.hello.host for member in roster.members}
         try:
-            return await anyio.to_thread.run_sync(
+            slices = await anyio.to_thread.run_sync(
                 build_slices, maps, hosts, self._config, abandon_on_cancel=True
             )
         except WBridgeError as exc:
             for member in set(roster.members) - self._served():
                 self.reject(member, exc)
             return None
+        self._planned = roster, slices
+        return slices
 
     def _still_there(self, roster: Roster) -> bool:
         return all(member in self._membership for member in roster.members)
@@ -206,8 +232,11 @@ class Epochs:
         if live is None:
             return
         self.phase = "ending"
-        live.end("the members change: a new epoch begins")
         limit_s = self._config.update_timeout_s
+        if self._settings.is_due:  # nothing forces the epoch to end now
+            with anyio.move_on_after(limit_s):
+                await live.wait_settled()
+        live.end("members or settings change: a new epoch begins")
         with anyio.move_on_after(limit_s):
             await live.wait_quiet()
         for engine, (_, version) in list(live.grants.items()):
@@ -229,7 +258,7 @@ class Epochs:
         opening = Cohort(Epoch(self._incarnation, self._counter), roster)
         self._opening = opening
         for member in roster.members:
-            member.lease.post(epoch_start(opening.epoch, member.worker, roster, slices))
+            member.lease.post(epoch_start(opening.epoch, member.worker, roster, slices, self._config))
         with anyio.move_on_after(self._config.connect_timeout_s):
             await self.wait_until(lambda: opening.is_ready or bool(opening.lost))
         went_well = opening.is_ready and not opening.lost
@@ -249,6 +278,7 @@ class Epochs:
         standings = {engine: self._standings[engine] for engine in opening.roster.engines}
         self._live = Publishing(self._config, opening, standings, first_ticket=self._next_ticket)
         opening.tell(EpochLive(opening.epoch))
+        self._settings.live()
         _log.info("epoch is live", extra={"epoch": str(opening.epoch), "engines": len(standings)})
 
     def _reject_late(self, opening: Cohort) -> None:

@@ -123,13 +123,15 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class EpochStart(_Frame, frozen=True):
-    """Drop the old epoch and open this one. `worker_plan` is this worker's slice, msgpack-encoded."""
+    """Drop the old epoch and open this one. `worker_plan` is this worker's slice, msgpack-encoded; `job`
+    holds the job-wide settings from here on, as in `Welcome`."""
 
     epoch: Epoch
     worker_plan: bytes
     peers: tuple[Peer, ...]
     engines: tuple[str, ...]
     ranks: tuple[WorkerId, ...]
+    job: dict[str, Value] = {}
 
 
 class EpochReady(_Frame, frozen=True):
@@ -142,6 +144,22 @@ class EpochLive(_Frame, frozen=True):
     """Every worker of the epoch is ready: flow messages may be sent."""
 
     epoch: Epoch
+
+
+class Reconfigure(_Frame, frozen=True):
+    """A trainer rank asks for other job-wide settings, and waits `patience_s` for the others to ask for the
+    same. Without values it takes that back."""
+
+    values: dict[str, Value]
+    patience_s: float = 0.0
+
+
+class Reconfigured(_Frame, frozen=True):
+    """An epoch with the settings asked for is live; or, with the class of an error, they stay as they are."""
+
+    error: str = ""
+    message: str = ""
+    missing: tuple[str, ...] = ()
 
 
 class WorkerLost(_Frame, frozen=True):
@@ -251,6 +269,8 @@ Message: TypeAlias = (
     | EpochStart
     | EpochReady
     | EpochLive
+    | Reconfigure
+    | Reconfigured
     | WorkerLost
     | Heartbeat
     | Bye

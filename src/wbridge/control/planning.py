@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from wbridge.config import Config
+from wbridge.control.agreement import job_values
 from wbridge.control.membership import Joined, Member
 from wbridge.control.messages import EpochStart, Peer
 from wbridge.errors import InternalError
@@ -57,7 +58,7 @@ def _partners(plan: WorkerPlan, workers: Mapping[WorkerId, Joined]) -> Iterator[
             yield from piece.holders
 
 
-def epoch_start(epoch: Epoch, worker: WorkerId, roster: Roster, slices: Slices) -> EpochStart:
+def epoch_start(epoch: Epoch, worker: WorkerId, roster: Roster, slices: Slices, config: Config) -> EpochStart:
     """Return what `worker` is told: `peers` are its own group and those its plan names, not everybody."""
     by_worker = {member.worker: member for member in roster.members}
     return EpochStart(
@@ -66,6 +67,7 @@ def epoch_start(epoch: Epoch, worker: WorkerId, roster: Roster, slices: Slices) 
         peers=tuple(_peer(by_worker[partner]) for partner in slices.partners[worker]),
         engines=tuple(roster.engines),
         ranks=tuple(member.worker for member in roster.ranks),
+        job=job_values(config),
     )
 
 

@@ -142,6 +142,11 @@ class Publishing:
         while not self._tickets.quiet:
             await self._changed.wait()
 
+    async def wait_settled(self) -> None:
+        """Wait until no engine would lose a version by the end of the epoch."""
+        while not self._tickets.settled:
+            await self._changed.wait()
+
     def holders(self) -> tuple[str, ...]:
         """Name the engines that have a version to land or to apply."""
         return tuple(f"engine {name} (version {version})" for name, (_, version) in self.grants.items())

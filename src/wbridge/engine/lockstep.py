@@ -125,7 +125,7 @@ class Lockstep:
             return ""
         return await self._link.listen(tasks, host)
 
-    async def enter(self, epoch: Epoch, leader_address: str) -> None:
+    async def enter(self, epoch: Epoch, leader_address: str, config: Config) -> None:
         """Go into an epoch as one engine: nothing of the old one is under way afterwards.
 
         Cancelled: as if not called. The next call may be for another epoch.
@@ -142,12 +142,13 @@ class Lockstep:
                 self._is_separated = False
                 self._from_leader(self._leader.leave())
                 await self._until(lambda: self._is_separated)
+            self._leader.enter(offers_when_parked=config.offers_are_parked)
             for rank in range(1, self._num_workers):
                 self._link.post(rank, Follow(epoch))
         else:
             await self._link.join(self._tasks, leader_address, epoch)
             await self._until(lambda: self._follow == epoch)
-        self._epoch = epoch
+        self._epoch, self._config = epoch, config
 
     def close(self, reason: str) -> None:
         """End the connections inside the engine. A poll that is parked now, and each later one, fails."""

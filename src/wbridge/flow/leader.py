@@ -77,6 +77,10 @@ class Leader:
         self._announced = 0
         self._answered = 0  # direct: what was announced up to here needs no hold any more
 
+    def enter(self, *, offers_when_parked: bool) -> None:
+        """Another membership begins, and nothing of the one before is under way."""
+        self._parked = offers_when_parked
+
     # Events from the coordinator ---------------------------------------------------------------------
 
     def announced(self, message: Announced) -> list[LeaderAction]:

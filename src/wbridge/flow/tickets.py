@@ -73,6 +73,14 @@ class Tickets:
         """No engine holds a grant: after `end`, the epoch may end."""
         return all(engine.grant is None for engine in self._engines.values())
 
+    @property
+    def settled(self) -> bool:
+        """No grant is open, and no ticket waits for its first one; with `every`, for any."""
+        every = self._delivery == "every"
+        return not any(
+            t.unfinished or not (t.closed or (t.started and not every)) for t in self._tickets.values()
+        )
+
     # Events of trainer ranks ---------------------------------------------------------------------
 
     def report(self, rank: int, report: Report) -> list[TicketsAction]:

@@ -13,9 +13,9 @@ import anyio.to_thread
 import msgspec
 
 from wbridge.config import JOB_WIDE, Config
-from wbridge.control.agreement import adopt, explicit_settings
+from wbridge.control.agreement import Explicit, adopt, explicit_settings
 from wbridge.control.client import MAX_BACKOFF_S, connect_coordinator
-from wbridge.control.connection import LINGER_S, Connection
+from wbridge.control.connection import LINGER_S, Connection, rebuild_error
 from wbridge.control.lease import LeasedConnection
 from wbridge.control.messages import (
     Bye,
@@ -26,6 +26,9 @@ from wbridge.control.messages import (
     FlowMessage,
     Join,
     Keyed,
+    Reconfigure,
+    Reconfigured,
+    Value,
     Welcome,
     WorkerLost,
 )
@@ -81,8 +84,9 @@ class Role(Protocol):
         """What the live weights are, for a coordinator that comes back."""
         ...
 
-    async def start_epoch(self, start: EpochStart, plan: WorkerPlan) -> None:
-        """Drop the old epoch and get ready for this one; returns when ready. Cancelled: another start or
+    async def start_epoch(self, start: EpochStart, plan: WorkerPlan, config: Config) -> None:
+        """Drop the old epoch and get ready for this one, with the job's settings from now on; returns when
+        ready. Cancelled: another start or
         the end follows.
 
         Raises:
@@ -112,8 +116,8 @@ class Role(Protocol):
 PATIENCE_S = 10.0
 """The coordinator is the first to say that time is up, since it knows who is missing."""
 
-_FOR_LIFE = tuple(name for name in JOB_WIDE if name not in ("num_engines", "delivery"))
-"""Settings that an adapter keeps; the others concern the coordinator alone."""
+_FOR_LIFE = tuple(name for name in JOB_WIDE if name not in ("num_engines", "delivery", "mode"))
+"""Settings that an adapter keeps; the others concern the coordinator alone, or may change with the epoch."""
 
 HostCoordinator = Callable[..., Coroutine[object, object, None]]
 """Runs a coordinator; reports (rendezvous, secret) as its `task_status`."""
@@ -136,6 +140,9 @@ class Member:
         self._start_scope: anyio.CancelScope | None = None
         self._start_lock = anyio.Lock()
         self._left: set[int] = set()  # incarnations that are never accepted again
+        self._answered: anyio.Event | None = None  # while a `reconfigure` is under way
+        self._refusal: WBridgeError | None = None
+        self._unpinned: set[str] = set()
         self.epoch: Epoch | None = None
         self.connected: Future[None] = Future()
         self.failure: InternalError | None = None
@@ -150,6 +157,37 @@ class Member:
         if self._lease is None or self.epoch is None:
             raise PeerLost(f"{self._job.worker}: the coordinator is gone; waiting for it to come back")
         self._lease.post(Keyed(self.epoch, message))
+
+    async def reconfigure(self, values: dict[str, Value], patience_s: float) -> None:
+        """Ask for other job-wide settings, as all trainer ranks must; returns when an epoch has them.
+
+        Cancelled: takes the request back; if all have asked already, the job changes all the same.
+        """
+        if self._lease is None or self._answered is not None:
+            why = "the coordinator is gone" if self._lease is None else "another reconfigure() is under way"
+            raise PeerLost(f"{self._job.worker}: {why}; try again later")
+        answered = self._answered = anyio.Event()
+        self._refusal = None
+        self._lease.post(Reconfigure(values, patience_s))
+        try:
+            await answered.wait()
+        except anyio.get_cancelled_exc_class():
+            self._take_back(answered)
+            raise
+        finally:
+            self._answered = None
+        if self._refusal is not None:
+            raise self._refusal
+        self._unpinned |= values.keys()
+
+    def _take_back(self, answered: anyio.Event) -> None:
+        if self._lease is not None and not answered.is_set():
+            self._lease.post(Reconfigure({}))
+
+    def _answer(self, refusal: WBridgeError | None) -> None:
+        if self._answered is not None:
+            self._refusal = refusal
+            self._answered.set()
 
     async def run(self, host_coordinator: HostCoordinator | None) -> None:
         """Be a member until cancelled. Whatever ends it is what the role's calls, or `connected`, raise."""
@@ -233,6 +271,9 @@ class Member:
                     starts.cancel_scope.cancel()
             finally:
                 self._lease = self.epoch = None
+                self._answer(
+                    PeerLost(f"{self._job.worker}: the coordinator is gone, with the job's settings")
+                )
                 self._detached.set()
             if not self._is_leaving:
                 self._role.coordinator_lost(lost)
@@ -245,7 +286,7 @@ class Member:
                     job.rendezvous,
                     job.worker,
                     msgspec.structs.replace(job.config, connect_timeout_s=self._connect_timeout_s),
-                    explicit=explicit_settings(job.config, job.origins),
+                    explicit=self._explicit(),
                     host=job.host,
                     adapter_token=job.adapter_token,
                     secret=job.secret,
@@ -259,6 +300,11 @@ class Member:
                 return connection, welcome
             await connection.aclose()
             await anyio.sleep(MAX_BACKOFF_S)  # the back-off, at its cap
+
+    def _explicit(self) -> Explicit:
+        """What this worker insists on: not on what it has asked to change."""
+        explicit = explicit_settings(self._job.config, self._job.origins)
+        return {name: value for name, value in explicit.items() if name not in self._unpinned}
 
     async def _open(
         self, tasks: anyio.abc.TaskGroup, job: Job, welcome: Welcome, connection: Connection
@@ -290,6 +336,8 @@ class Member:
                     self._role.epoch_live(epoch)
                     if not self.connected.done():
                         self.connected.set_result(None)
+                case Reconfigured():
+                    self._answer(rebuild_error(message) if message.error else None)
                 case WorkerLost(worker, reason):
                     self._role.worker_lost(worker, reason)
                 case Bye():
@@ -303,17 +351,21 @@ class Member:
         if old is not None and old.incarnation != start.epoch.incarnation:
             self._left.add(old.incarnation)
         self.epoch, self._starting = None, start.epoch
+        assert self._config is not None, "an epoch starts before the welcome"
+        self._config = adopt(self._config, start.job)
         if self._start_scope is not None:
             self._start_scope.cancel()
         self._start_scope = anyio.CancelScope()
-        starts.start_soon(self._start, start, lease, self._start_scope)
+        starts.start_soon(self._start, start, self._config, lease, self._start_scope)
 
-    async def _start(self, start: EpochStart, lease: LeasedConnection, scope: anyio.CancelScope) -> None:
+    async def _start(
+        self, start: EpochStart, config: Config, lease: LeasedConnection, scope: anyio.CancelScope
+    ) -> None:
         with scope:
             async with self._start_lock:
                 plan = await anyio.to_thread.run_sync(_decode_plan, start.worker_plan)
                 try:
-                    await self._role.start_epoch(start, plan)
+                    await self._role.start_epoch(start, plan, config)
                 except PeerLost as exc:
                     _log.warning(
                         "an epoch does not start", extra={"epoch": str(start.epoch), "why": str(exc)}

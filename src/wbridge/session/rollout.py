@@ -278,17 +278,17 @@ class Rollout:
         self._lockstep = lockstep
         return Addresses(transport, address)
 
-    async def start_epoch(self, start: EpochStart, plan: WorkerPlan) -> None:
+    async def start_epoch(self, start: EpochStart, plan: WorkerPlan, config: Config) -> None:
         lockstep, destinations = self._lockstep, self._destinations
         assert lockstep is not None and destinations is not None and self._tasks is not None
         self._is_live = False
-        await lockstep.enter(start.epoch, _leader_address(start, self._target.worker.group))
+        await lockstep.enter(start.epoch, _leader_address(start, self._target.worker.group), config)
         self._engine, self._unsent = None, []
         await self._worker.stop_epoch()
         context = await open_receiver_context(
             start,
             plan,
-            self._config,
+            config,
             transport=self._worker.transports,
             device=self._worker.open_epoch_device(),
             tensors=destinations.tensors,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Literal
 
-from wbridge.config import Config
+from wbridge.config import Config, Mode
 from wbridge.device.base import Device, Stream
 from wbridge.ids import Epoch
 from wbridge.observe.stats import SendStats
@@ -66,6 +67,31 @@ class SenderAdapter:
             PeerLost: a trainer rank or the coordinator is gone.
         """
         return Delivery(await drive_async(self._trainer.send_weights(version, metadata, stream)))
+
+    async def reconfigure(
+        self,
+        *,
+        mode: Mode | str | None = None,
+        delivery: Literal["auto", "every", "latest"] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Change how the job moves versions, between two of them; every trainer rank calls it.
+
+        Versions that are on their way arrive first; then all workers go into a new epoch, with the same
+        plan. Returns when it is live. `timeout_s` is how long to wait for the other ranks' calls, by
+        default `connect_timeout_s`.
+
+        Cancelled: before all ranks have called, withdraws the change for all of them; afterwards only
+        stops waiting.
+
+        Raises:
+            ConfigError: there is no such value, or a rollout worker has set another one for itself.
+            ProtocolError: ranks ask for different values.
+            BarrierTimeout: ranks did not call in time; `missing` names them.
+            UpdateAborted: a rank withdrew.
+            PeerLost: a trainer rank or the coordinator is gone.
+        """
+        await drive_async(self._trainer.reconfigure(mode, delivery, timeout_s))
 
     @property
     def epoch(self) -> Epoch | None:

@@ -11,8 +11,9 @@ import anyio
 import anyio.abc
 import msgspec
 
-from wbridge.config import Config
-from wbridge.control.messages import Committed, EpochStart, FlowMessage
+from wbridge.config import Config, Mode
+from wbridge.control.agreement import adopt
+from wbridge.control.messages import Committed, EpochStart, FlowMessage, Value
 from wbridge.device.base import Device, Event, Stream
 from wbridge.engine.wire import DataFrame
 from wbridge.errors import ConfigError, PeerLost, UpdateAborted, WBridgeError
@@ -68,6 +69,18 @@ class Trainer:
         self.last_send = SendStats(stall_s=time.perf_counter() - begun_s)
         return publication
 
+    def reconfigure(
+        self, mode: Mode | str | None, delivery: str | None, timeout_s: float | None
+    ) -> Script[None]:
+        values = {"mode": mode.value if isinstance(mode, Mode) else mode, "delivery": delivery}
+        asked: dict[str, Value] = {name: value for name, value in values.items() if value is not None}
+        if not asked:
+            raise ConfigError("reconfigure() without mode or delivery: say what is to change")
+        adopt(self._config, asked)  # raises on values that do not exist
+        patience_s = timeout_s or self._config.connect_timeout_s
+        call = self._worker.loop.submit(functools.partial(self._worker.reconfigure, asked, patience_s))
+        yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
+
     def close(self) -> Script[None]:
         return self._worker.close()
 
@@ -103,13 +116,14 @@ class Trainer:
     def committed(self) -> Committed | None:
         return None
 
-    async def start_epoch(self, start: EpochStart, plan: WorkerPlan) -> None:
-        await self._end_epoch(UpdateAborted("the membership changed; send the version again"))
+    async def start_epoch(self, start: EpochStart, plan: WorkerPlan, config: Config) -> None:
+        self._config = config
+        await self._end_epoch(UpdateAborted("members or settings have changed; send the version again"))
         device = self._worker.open_epoch_device()
         context = await open_sender_context(
             start,
             plan,
-            self._config,
+            config,
             transport=self._worker.transports,
             device=device,
             tensors=self._source.parameters,

@@ -15,7 +15,7 @@ from wbridge import settings
 from wbridge.config import Config
 from wbridge.control.connection import split_address
 from wbridge.control.coordinator import Coordinator
-from wbridge.control.messages import FlowMessage
+from wbridge.control.messages import FlowMessage, Value
 from wbridge.control.rendezvous import (
     Meeting,
     Rendezvous,
@@ -167,6 +167,10 @@ class Worker:
     def post(self, message: FlowMessage) -> None:
         assert self._member is not None
         self._member.post(message)
+
+    async def reconfigure(self, values: dict[str, Value], patience_s: float) -> None:
+        assert self._member is not None
+        await self._member.reconfigure(values, patience_s)
 
     async def open_transports(
         self, config: Config, tasks: anyio.abc.TaskGroup, deliver: Callable[[str, DataFrame], None]

@@ -121,6 +121,7 @@ async def running(
     sender_devices: Mapping[int, Device] | None = None,
     hooks: Mapping[int, Any] | None = None,  # Any: test doubles with both kinds of hooks
     retarget: Callable[[int, wbridge.Target], wbridge.Target] | None = None,
+    receiver_config: Mapping[str, object] | None = None,
     **config: object,
 ) -> AsyncIterator[Job]:
     """A connected job; every adapter is closed at the end."""
@@ -139,7 +140,7 @@ async def running(
         wbridge.ReceiverAdapter(
             retarget(i, r.target) if retarget else r.target,
             rendezvous=rendezvous(path),
-            config=values,
+            config=values if receiver_config is None else receiver_config,
             device=devices[1],
             hooks=(hooks or {}).get(i),
         )
@@ -196,6 +197,7 @@ def running_sync(
     num_trainers: int = 2,
     engines: Mapping[str, int] = ENGINES,
     hooks: Mapping[int, Any] | None = None,  # Any: test doubles with both kinds of hooks
+    receiver_config: Mapping[str, object] | None = None,
     **config: object,
 ) -> Iterator[SyncJob]:
     trainers, rollouts = toys(num_trainers, engines)
@@ -210,7 +212,10 @@ def running_sync(
         receivers = [
             stack.enter_context(
                 wbridge.sync.ReceiverAdapter(
-                    r.target, rendezvous=rendezvous(path), config=values, hooks=(hooks or {}).get(i)
+                    r.target,
+                    rendezvous=rendezvous(path),
+                    config=values if receiver_config is None else receiver_config,
+                    hooks=(hooks or {}).get(i),
                 )
             )
             for i, r in enumerate(rollouts)
