@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 
 import anyio
 import pytest
 import torch
+import xxhash
 
 from wbridge.device.cpu import CpuDevice
 from wbridge.errors import InternalError
@@ -245,9 +245,14 @@ def test_a_worker_without_pieces_or_groups_needs_no_memory() -> None:
     device.close()
 
 
-def test_checksum_is_crc32_and_sees_one_bit() -> None:
+def test_checksum_is_xxh3_and_sees_one_bit() -> None:
     data = bytearray(range(256)) * 64
-    assert checksum(memoryview(data)) == zlib.crc32(data)
+    assert checksum(memoryview(data)) == xxhash.xxh3_64_intdigest(bytes(data)) > 2**32
     before = checksum(memoryview(data))
     data[1000] ^= 1
     assert checksum(memoryview(data)) != before
+
+
+def test_no_checksum_is_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: 0)
+    assert checksum(memoryview(b"some bytes")) == 1  # 0 in `Arrived` would mean that there is nothing to check
