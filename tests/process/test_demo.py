@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.links.hosts import why_not
+
 pytestmark = [pytest.mark.backend, pytest.mark.process, pytest.mark.slow]
 pytest.importorskip("vllm")
 pytest.importorskip("rich")
@@ -18,10 +20,10 @@ DEMO = Path(__file__).parents[2] / "docs" / "tutorial" / "rl_loop"
 LIMIT_S = 240
 
 
-def run_demo(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+def run_demo(tmp_path: Path, *arguments: str, limit_s: float = LIMIT_S) -> dict[str, Any]:
     numbers = tmp_path / "numbers.json"
     command = [sys.executable, str(DEMO), "--json", str(numbers), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     found: dict[str, Any] = json.loads(numbers.read_text())
     return found
@@ -54,3 +56,15 @@ def test_a_trainer_and_an_engine_share_a_process(tmp_path: Path) -> None:
 def test_a_hundred_megabytes_arrive_bit_for_bit(tmp_path: Path) -> None:
     found = run_demo(tmp_path, "--size", "medium", "--steps", "2")
     assert found["bit_exact"] == 1 and 1.0 <= found["egress_copies"] <= 1.01
+
+
+@pytest.mark.timeout(2 * LIMIT_S + 10)
+def test_on_a_slow_link_async_makes_more_steps_than_sync(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    comparison = ("--link-mbit", "8", "--compare-modes", "sync", "async", "--steps", "6")
+    found = run_demo(tmp_path, *comparison, limit_s=2 * LIMIT_S)
+    assert found["async"]["steps_per_s"] > found["sync"]["steps_per_s"]
+    assert found["async"]["trainer_stall_ms"] < 0.5 * found["sync"]["trainer_stall_ms"]
+    assert found["async"]["rollout_stall_ms"] < 0.5 * found["sync"]["rollout_stall_ms"]
+    assert found["sync"]["bit_exact"] == found["async"]["bit_exact"] == 1
