@@ -1,7 +1,5 @@
 #include "kernels.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -14,7 +12,9 @@ namespace wbridge {
 namespace {
 
 constexpr std::int64_t line = 64;
-constexpr std::int64_t shortest_stream = 4096;
+// A shorter run has too many of its bytes in lines that it does not fill.
+constexpr std::int64_t shortest_stream = 512;
+constexpr std::int64_t prefetch_nbytes = 512;
 
 void stream_run(char *to, const char *from, std::int64_t nbytes) {
 #if defined(__SSE2__)
@@ -24,7 +24,7 @@ void stream_run(char *to, const char *from, std::int64_t nbytes) {
     for (; nbytes >= line; to += line, from += line, nbytes -= line) {
         const auto *source = reinterpret_cast<const __m128i *>(from);
         auto *target = reinterpret_cast<__m128i *>(to);
-        _mm_prefetch(from + 8 * line, _MM_HINT_NTA);
+        _mm_prefetch(from + prefetch_nbytes, _MM_HINT_NTA);
         const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
         const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
         _mm_stream_si128(target, a);
@@ -89,22 +89,70 @@ void move_runs(const Loop *loops, std::size_t num_loops, char *to, const char *f
     walk(loops, num_loops, to, from, [length](char *t, const char *f) { std::memcpy(t, f, length); });
 }
 
+#if defined(__SSE2__)
+template <std::size_t size>
+__m128i interleave(__m128i left, __m128i right, bool high) {
+    if constexpr (size == 1) return high ? _mm_unpackhi_epi8(left, right) : _mm_unpacklo_epi8(left, right);
+    if constexpr (size == 2) return high ? _mm_unpackhi_epi16(left, right) : _mm_unpacklo_epi16(left, right);
+    if constexpr (size == 4) return high ? _mm_unpackhi_epi32(left, right) : _mm_unpacklo_epi32(left, right);
+    return high ? _mm_unpackhi_epi64(left, right) : _mm_unpacklo_epi64(left, right);
+}
+
+// A square as wide as a vector: interleaving row k with row k + half, once per bit of the index, transposes it.
+template <std::size_t size>
+void transpose_square(char *to, const char *from) {
+    constexpr int side = 16 / size;
+    __m128i rows[side], mixed[side];
+    for (int k = 0; k < side; ++k) rows[k] = _mm_load_si128(reinterpret_cast<const __m128i *>(from + k * line));
+    for (int bit = 1; bit < side; bit *= 2) {
+        for (int k = 0; k < side / 2; ++k) {
+            mixed[2 * k] = interleave<size>(rows[k], rows[k + side / 2], false);
+            mixed[2 * k + 1] = interleave<size>(rows[k], rows[k + side / 2], true);
+        }
+        for (int k = 0; k < side; ++k) rows[k] = mixed[k];
+    }
+    for (int k = 0; k < side; ++k) _mm_store_si128(reinterpret_cast<__m128i *>(to + k * line), rows[k]);
+}
+#endif
+
+// Between two aligned tiles of rows of one cache line.
+template <std::size_t size>
+void transpose_tile(char *to, const char *from) {
+    constexpr std::int64_t side = line / static_cast<std::int64_t>(size);
+#if defined(__SSE2__)
+    if constexpr (size < 16) {
+        constexpr std::int64_t square = 16 / static_cast<std::int64_t>(size);
+        for (std::int64_t i = 0; i < side; i += square)
+            for (std::int64_t j = 0; j < side; j += square)
+                transpose_square<size>(to + j * line + i * static_cast<std::int64_t>(size),
+                                       from + i * line + j * static_cast<std::int64_t>(size));
+        return;
+    }
+#endif
+    for (std::int64_t i = 0; i < side; ++i)
+        for (std::int64_t j = 0; j < side; ++j)
+            std::memcpy(to + j * line + i * static_cast<std::int64_t>(size),
+                        from + i * line + j * static_cast<std::int64_t>(size), size);
+}
+
 // A tile is one cache line wide on both sides, so every line is read once and written once, whatever the strides.
 template <std::size_t size>
-void transpose(Loop along, Loop across, char *to, const char *from) {
+void transpose(Loop along, Loop across, char *to, const char *from, bool stream) {
     constexpr std::int64_t side = line / static_cast<std::int64_t>(size);
-    struct Element { char bytes[size]; };
-    alignas(line) Element rows[side][side], columns[side][side];
+    alignas(line) char rows[side * line], columns[side * line];
     for (std::int64_t i = 0; i < along.extent; i += side) {
         for (std::int64_t j = 0; j < across.extent; j += side) {
             const std::int64_t width = std::min(side, along.extent - i), height = std::min(side, across.extent - j);
             const char *source = from + i * along.from + j * across.from;
             char *target = to + i * along.to + j * across.to;
             if (width == side && height == side) {
-                for (std::int64_t k = 0; k < side; ++k) std::memcpy(rows[k], source + k * across.from, line);
-                for (std::int64_t r = 0; r < side; ++r)
-                    for (std::int64_t c = 0; c < side; ++c) columns[r][c] = rows[c][r];
-                for (std::int64_t k = 0; k < side; ++k) std::memcpy(target + k * along.to, columns[k], line);
+                for (std::int64_t k = 0; k < side; ++k) std::memcpy(rows + k * line, source + k * across.from, line);
+                transpose_tile<size>(columns, rows);
+                for (std::int64_t k = 0; k < side; ++k) {
+                    char *end = target + k * along.to;
+                    stream ? stream_run(end, columns + k * line, line)
+                           : static_cast<void>(std::memcpy(end, columns + k * line, line));
+                }
             } else {
                 for (std::int64_t r = 0; r < width; ++r)
                     for (std::int64_t c = 0; c < height; ++c)
@@ -115,15 +163,16 @@ void transpose(Loop along, Loop across, char *to, const char *from) {
     }
 }
 
-void transpose_tiles(const Loop *loops, std::size_t num_loops, char *to, const char *from, std::int64_t run) {
+void transpose_tiles(const Loop *loops, std::size_t num_loops, char *to, const char *from, std::int64_t run,
+                     bool stream) {
     const Loop along = loops[num_loops - 2], across = loops[num_loops - 1];
     walk(loops, num_loops - 2, to, from, [=](char *t, const char *f) {
         switch (run) {
-            case 1: return transpose<1>(along, across, t, f);
-            case 2: return transpose<2>(along, across, t, f);
-            case 4: return transpose<4>(along, across, t, f);
-            case 8: return transpose<8>(along, across, t, f);
-            default: return transpose<16>(along, across, t, f);
+            case 1: return transpose<1>(along, across, t, f, stream);
+            case 2: return transpose<2>(along, across, t, f, stream);
+            case 4: return transpose<4>(along, across, t, f, stream);
+            case 8: return transpose<8>(along, across, t, f, stream);
+            default: return transpose<16>(along, across, t, f, stream);
         }
     });
 }
@@ -135,55 +184,48 @@ inline std::uint16_t narrow(std::uint32_t bits) {
     return static_cast<std::uint16_t>(is_nan ? (bits >> 16) | 0x40 : rounded);
 }
 
-struct Narrow {
-    static constexpr std::int64_t to_size = 2, from_size = 4;
-    static void one(char *to, const char *from) {
+// Compiled for wide vectors too where the loader can choose; sanitizers start too late for that.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#define WBRIDGE_WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define WBRIDGE_WIDE
+#endif
+
+WBRIDGE_WIDE void narrow_run(char *__restrict to, const char *__restrict from, std::int64_t num_elements) {
+    for (std::int64_t k = 0; k < num_elements; ++k) {
         std::uint32_t bits;
-        std::memcpy(&bits, from, 4);
+        std::memcpy(&bits, from + 4 * k, 4);
         const std::uint16_t result = narrow(bits);
-        std::memcpy(to, &result, 2);
+        std::memcpy(to + 2 * k, &result, 2);
     }
-};
-
-struct Widen {
-    static constexpr std::int64_t to_size = 4, from_size = 2;
-    static void one(char *to, const char *from) {
-        std::uint16_t half;
-        std::memcpy(&half, from, 2);
-        const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
-        std::memcpy(to, &bits, 4);
-    }
-};
-
-template <class Cast>
-void cast_run(char *__restrict to, const char *__restrict from, std::int64_t num_elements) {
-    for (std::int64_t k = 0; k < num_elements; ++k) Cast::one(to + k * Cast::to_size, from + k * Cast::from_size);
 }
 
-template <class Cast>
-void cast_runs(const Loop *loops, std::size_t num_loops, char *to, const char *from, std::int64_t run) {
-    walk(loops, num_loops, to, from, [run](char *t, const char *f) { cast_run<Cast>(t, f, run); });
+WBRIDGE_WIDE void widen_run(char *__restrict to, const char *__restrict from, std::int64_t num_elements) {
+    for (std::int64_t k = 0; k < num_elements; ++k) {
+        std::uint16_t upper;
+        std::memcpy(&upper, from + 2 * k, 2);
+        const std::uint32_t bits = static_cast<std::uint32_t>(upper) << 16;
+        std::memcpy(to + 4 * k, &bits, 4);
+    }
 }
 
 }  // namespace
 
 void copy_piece(const Piece &piece, const Loop *loops, std::size_t num_loops, char *to, const char *from,
                 bool stream) {
+    const std::int64_t run = piece.run;
     switch (piece.kind) {
-        case Kind::move: return move_runs(loops, num_loops, to, from, piece.run, stream);
-        case Kind::transpose: return transpose_tiles(loops, num_loops, to, from, piece.run);
-        case Kind::narrow: return cast_runs<Narrow>(loops, num_loops, to, from, piece.run);
-        case Kind::widen: return cast_runs<Widen>(loops, num_loops, to, from, piece.run);
+        case Kind::move: return move_runs(loops, num_loops, to, from, run, stream);
+        case Kind::transpose: return transpose_tiles(loops, num_loops, to, from, run, stream);
+        case Kind::narrow:
+            return walk(loops, num_loops, to, from, [run](char *t, const char *f) { narrow_run(t, f, run); });
+        case Kind::widen:
+            return walk(loops, num_loops, to, from, [run](char *t, const char *f) { widen_run(t, f, run); });
     }
 }
 
 bool is_tile_element(std::int64_t nbytes) {
     return nbytes == 1 || nbytes == 2 || nbytes == 4 || nbytes == 8 || nbytes == 16;
-}
-
-std::int64_t streaming_nbytes() {
-    static const std::int64_t found = std::max<std::int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 8 * 1024 * 1024);
-    return found;
 }
 
 void finish_streaming() {

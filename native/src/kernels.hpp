@@ -12,9 +12,6 @@ void copy_piece(const Piece &piece, const Loop *loops, std::size_t num_loops, ch
 // Whether a transpose of elements of this many bytes is done in tiles.
 bool is_tile_element(std::int64_t nbytes);
 
-// A copy of at least this many bytes leaves nothing of itself in the last-level cache.
-std::int64_t streaming_nbytes();
-
 // Makes what was written past the caches visible to whoever sees a later write of this thread.
 void finish_streaming();
 

@@ -24,9 +24,17 @@ class HostMemory:
             visibility = mmap.MAP_SHARED
         if nbytes:
             file = -1 if self.descriptor is None else self.descriptor
-            self.view: memoryview = memoryview(mmap.mmap(file, nbytes, flags=visibility | mmap.MAP_POPULATE))
+            mapping = _Mapping(file, nbytes, flags=visibility | mmap.MAP_POPULATE)
+            mapping.memory = self
+            self.view: memoryview = memoryview(mapping)
         else:  # mmap accepts no empty range
             self.view = memoryview(bytearray())
+
+
+class _Mapping(mmap.mmap):
+    """Keeps the `HostMemory` alive for those who have only its bytes."""
+
+    memory: HostMemory
 
 
 class ForeignMemory:

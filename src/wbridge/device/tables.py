@@ -19,6 +19,10 @@ _BITS: Final = {
 """Equal dtypes are copied as bits, so that one kernel serves all and no NaN payload changes."""
 _NATIVE_CASTS: Final = {(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)}
 
+_NUM_CHECKED: Final = 16
+"""Storages of a native table that are looked at before each run. Whoever resizes one, as frameworks do that
+free parameters between steps, resizes them all; looking at all would cost more than copying small ones."""
+
 
 class Row(msgspec.Struct, frozen=True):
     """One strided copy between the storage of `tensor` and a slot; checked by whoever builds it.
@@ -65,9 +69,11 @@ class NativeTable:
 
     def __init__(self, rows: Sequence[Row], *, into_slot: bool) -> None:
         self._storages = [row.tensor.untyped_storage() for row in rows]
-        self._addresses = [storage.data_ptr() for storage in self._storages]
+        addresses = [storage.data_ptr() for storage in self._storages]
+        step = -(-len(rows) // _NUM_CHECKED)
+        self._checked, self._expected = self._storages[::step], addresses[::step]
         numbers = array("q")
-        for row, address in zip(rows, self._addresses, strict=True):
+        for row, address in zip(rows, addresses, strict=True):
             itemsize, slot_itemsize = row.tensor.itemsize, row.slot_dtype.itemsize
             numbers.extend((address + row.offset * itemsize, row.slot_offset, itemsize, slot_itemsize))
             numbers.append(len(row.extents))
@@ -77,8 +83,7 @@ class NativeTable:
         self._table = table_type()(numbers, into_slot=into_slot)
 
     def run(self, buffer: Buffer, base: int) -> None:
-        # A storage that was resized has other memory; no Python runs per tensor here.
-        if list(map(torch.UntypedStorage.data_ptr, self._storages)) != self._addresses:
+        if [storage.data_ptr() for storage in self._checked] != self._expected:
             raise LayoutError(
                 "a parameter's storage was resized since the worker connected; keep parameters in place"
             )

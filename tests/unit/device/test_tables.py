@@ -106,6 +106,20 @@ def test_casts_round_like_torch_on_every_value(table: type[Table], pair: tuple[t
     assert torch.equal(got[finite].view(torch.uint8), expected[finite].view(torch.uint8))
 
 
+@pytest.mark.parametrize("into_slot", [True, False])
+def test_native_equals_its_twin_past_the_caches(into_slot: bool) -> None:
+    """Large enough to be written around the caches, which takes whole lines: these start and end inside one."""
+    rows = [
+        Row(random_bits(5 + 1000 * 5000, torch.bfloat16, 1), (1000, 4501), 5, (5000, 1), torch.bfloat16, 6,
+            (4501, 1)),
+        Row(random_bits(1027 * 129, torch.float32, 2), (1027, 129), 0, (1, 1027), torch.float32, 9_002_016,
+            (129, 1)),
+    ]  # fmt: skip
+    native, twin = (outcome(table, into_slot, rows, 9_002_016 + 1027 * 129 * 4) for table in TABLES)
+    for left, right in zip(native, twin, strict=True):
+        assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
 def test_a_storage_that_moved_is_noticed_before_its_old_memory_is_used() -> None:
     tensor = torch.ones(8)
     table = NativeTable([Row(tensor, (8,), 0, (1,), torch.float32, 0, (1,))], into_slot=True)
