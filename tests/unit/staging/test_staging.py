@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import anyio
 import pytest
 import torch
@@ -255,4 +254,4 @@ def test_checksum_is_xxh3_and_sees_one_bit() -> None:
 
 def test_no_checksum_is_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: 0)
-    assert checksum(memoryview(b"some bytes")) == 1  # 0 in `Arrived` would mean that there is nothing to check
+    assert checksum(memoryview(b"some bytes")) == 1  # 0 in `Arrived` means none
