@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from wbridge import testing as testing
     from wbridge.config import Config as Config
     from wbridge.config import Mode as Mode
+    from wbridge.device.sharing import share_memory as share_memory
     from wbridge.errors import AuthenticationError as AuthenticationError
     from wbridge.errors import BarrierTimeout as BarrierTimeout
     from wbridge.errors import ConfigError as ConfigError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from wbridge.errors import ProtocolError as ProtocolError
     from wbridge.errors import UpdateAborted as UpdateAborted
     from wbridge.errors import WBridgeError as WBridgeError
+    from wbridge.flow.standings import EngineStatus as EngineStatus
     from wbridge.ids import WorkerId as WorkerId
     from wbridge.layout.source_map import SourceMap as SourceMap
     from wbridge.layout.source_map import TensorSpec as TensorSpec
@@ -51,6 +53,7 @@ _HOMES = {
     "CoverageError": "wbridge.errors",
     "Delivery": "wbridge.session.sender",
     "EndpointClosed": "wbridge.errors",
+    "EngineStatus": "wbridge.flow.standings",
     "InternalError": "wbridge.errors",
     "LayoutError": "wbridge.errors",
     "Mode": "wbridge.config",
@@ -73,6 +76,7 @@ _HOMES = {
     "WBridgeError": "wbridge.errors",
     "WorkerId": "wbridge.ids",
     "build_plan": "wbridge.plan.build",
+    "share_memory": "wbridge.device.sharing",
 }
 _MODULES = ("sync", "testing")
 
@@ -84,6 +88,7 @@ __all__ = [
     "CoverageError",
     "Delivery",
     "EndpointClosed",
+    "EngineStatus",
     "InternalError",
     "LayoutError",
     "Mode",
@@ -107,6 +112,7 @@ __all__ = [
     "WorkerId",
     "__version__",
     "build_plan",
+    "share_memory",
     "sync",
     "testing",
 ]

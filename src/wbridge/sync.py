@@ -11,6 +11,7 @@ from typing import Literal
 
 from wbridge.config import Config, Mode
 from wbridge.device.base import Device, Stream
+from wbridge.flow.standings import EngineStatus
 from wbridge.ids import Epoch
 from wbridge.observe.stats import SendStats
 from wbridge.session.endpoints import Source, Target
@@ -63,6 +64,11 @@ class SenderAdapter:
     @property
     def epoch(self) -> Epoch | None:
         return self._trainer.epoch
+
+    @property
+    def engines(self) -> dict[str, EngineStatus]:
+        """See `wbridge.SenderAdapter.engines`."""
+        return self._trainer.standings.view()
 
     @property
     def last_send(self) -> SendStats | None:

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(reply: StatusReply) -> None:
-    print(f"epoch {reply.epoch or 'none yet'}, {reply.phase}, newest ticket: {_or_none(reply.announced)}")
+    print(f"epoch {reply.epoch or 'none yet'}, {reply.phase}, newest version: {_or_none(reply.announced)}")
     print(f"waiting for: {', '.join(reply.waiting_for) or 'nobody'}\n")
     members = ((m.worker, m.remote, "joined" if m.joined else "connecting") for m in reply.members)
     print_table(("worker", "address", "state"), members)

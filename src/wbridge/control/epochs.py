@@ -8,10 +8,12 @@ from typing import Literal
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from wbridge.config import Config
 from wbridge.control.membership import Member, Membership
 from wbridge.control.messages import (
+    Committed,
     EpochLive,
     EpochReady,
     Keyed,
@@ -21,9 +23,10 @@ from wbridge.control.messages import (
     WorkerLost,
 )
 from wbridge.control.planning import Roster, Slices, build_slices, epoch_start, joined_of
-from wbridge.control.publishing import Cohort, EngineStanding, Publishing
+from wbridge.control.publishing import Cohort, Publishing
 from wbridge.control.reconfiguring import Reconfiguring
 from wbridge.errors import BarrierTimeout, WBridgeError
+from wbridge.flow.standings import EngineStatus, Standings
 from wbridge.ids import Epoch
 
 Phase = Literal["forming", "planning", "opening", "live", "ending"]
@@ -44,7 +47,8 @@ class Epochs:
         self._changed = anyio.Event()
         self._counter = 0
         self._next_ticket = 1
-        self._standings: dict[str, EngineStanding] = {}
+        self._standings = Standings()
+        self._leaders: dict[str, Member] = {}  # of the engines that have been in an epoch
         self._named_missing = False
         self._idle_since_s = 0.0
         self._opening: Cohort | None = None
@@ -112,9 +116,9 @@ class Epochs:
             epoch=live.cohort.epoch if live is not None else None,
             phase=self.phase,
             members=self._membership.status(),
-            engines=live.engines() if live is not None else (),
+            engines=tuple(self._standings.view().values()) if live is not None else (),
             announced=live.announced if live is not None else None,
-            waiting_for=self.missing() + (live.holders() if live is not None else ()),
+            waiting_for=self.missing() + (live.waiting_for() if live is not None else ()),
         )
 
     # The one task
@@ -158,7 +162,7 @@ class Epochs:
 
     def _num_required(self) -> int:
         """After the first epoch, a job goes on with the engines it has."""
-        return 1 if self._standings else self._config.num_engines
+        return 1 if self._leaders else self._config.num_engines
 
     def missing(self) -> tuple[str, ...]:
         """Whom the current phase waits for."""
@@ -257,8 +261,10 @@ class Epochs:
         self._counter += 1
         opening = Cohort(Epoch(self._incarnation, self._counter), roster)
         self._opening = opening
+        self._standings.enter(standings := self._standings_of(roster))
         for member in roster.members:
-            member.lease.post(epoch_start(opening.epoch, member.worker, roster, slices, self._config))
+            start = epoch_start(opening.epoch, member.worker, roster, slices, self._config)
+            member.lease.post(msgspec.structs.replace(start, standings=standings))
         with anyio.move_on_after(self._config.connect_timeout_s):
             await self.wait_until(lambda: opening.is_ready or bool(opening.lost))
         went_well = opening.is_ready and not opening.lost
@@ -270,16 +276,25 @@ class Epochs:
         self._idle_since_s = anyio.current_time()
         return went_well
 
+    def _standings_of(self, roster: Roster) -> tuple[EngineStatus, ...]:
+        """What is known of the engines, and what newcomers say of themselves."""
+        known, newest = self._standings.view(), self._next_ticket - 1
+        return tuple(
+            known[name]
+            if name in known and self._leaders.get(name) is leader
+            else _newcomer(name, leader.hello.committed, newest, self._incarnation)
+            for name, (leader, *_) in roster.engines.items()
+        )
+
     def _go_live(self, opening: Cohort) -> None:
         self._named_missing = False
-        for engine, (leader, *_) in opening.roster.engines.items():
-            if engine not in self._standings or self._standings[engine].leader is not leader:
-                self._standings[engine] = EngineStanding(leader, self._incarnation)
-        standings = {engine: self._standings[engine] for engine in opening.roster.engines}
-        self._live = Publishing(self._config, opening, standings, first_ticket=self._next_ticket)
+        self._leaders |= {name: leader for name, (leader, *_) in opening.roster.engines.items()}
+        self._live = Publishing(self._config, opening, self._standings, first_ticket=self._next_ticket)
         opening.tell(EpochLive(opening.epoch))
         self._settings.live()
-        _log.info("epoch is live", extra={"epoch": str(opening.epoch), "engines": len(standings)})
+        _log.info(
+            "epoch is live", extra={"epoch": str(opening.epoch), "engines": len(opening.roster.engines)}
+        )
 
     def _reject_late(self, opening: Cohort) -> None:
         limit_s = self._config.connect_timeout_s
@@ -291,6 +306,13 @@ class Epochs:
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await self._changed.wait()
+
+
+def _newcomer(name: str, committed: Committed | None, newest: int, incarnation: int) -> EngineStatus:
+    here = committed is not None and committed.epoch.incarnation == incarnation
+    ticket = committed.ticket if committed is not None and here else 0
+    version = committed.version if committed is not None else None
+    return EngineStatus(name, live=True, version=version, lag=newest - ticket, tainted=False, ticket=ticket)
 
 
 def _late_text(member: Member, missing: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from wbridge.flow import messages as flow
+from wbridge.flow.standings import EngineStatus
 from wbridge.ids import Epoch, WorkerId
 
 PROTOCOL_VERSION = 1
@@ -124,7 +125,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 class EpochStart(_Frame, frozen=True):
     """Drop the old epoch and open this one. `worker_plan` is this worker's slice, msgpack-encoded; `job`
-    holds the job-wide settings from here on, as in `Welcome`."""
+    holds the job-wide settings from here on, as in `Welcome`, `standings` what the engines come with."""
 
     epoch: Epoch
     worker_plan: bytes
@@ -132,6 +133,7 @@ class EpochStart(_Frame, frozen=True):
     engines: tuple[str, ...]
     ranks: tuple[WorkerId, ...]
     job: dict[str, Value] = {}
+    standings: tuple[EngineStatus, ...] = ()
 
 
 class EpochReady(_Frame, frozen=True):
@@ -189,16 +191,6 @@ class MemberStatus(msgspec.Struct, frozen=True):
     remote: str
     host: str
     joined: bool
-
-
-class EngineStatus(msgspec.Struct, frozen=True):
-    """`lag` counts the tickets announced after the one that the engine applied last."""
-
-    engine: str
-    live: bool
-    version: int | None
-    lag: int
-    tainted: bool
 
 
 class StatusReply(_Frame, frozen=True):

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
 
 import anyio
 
 from wbridge.config import Config
 from wbridge.control.membership import Member
-from wbridge.control.messages import EngineStatus, FlowMessage, Keyed, Message
+from wbridge.control.messages import FlowMessage, Keyed, Message
 from wbridge.control.planning import Roster
 from wbridge.errors import ProtocolError
 from wbridge.flow import messages as flow
 from wbridge.flow.actions import Recipient, StartDeadline, StartPatience, TicketsAction, To
+from wbridge.flow.standings import Standings
 from wbridge.flow.tickets import Tickets
 from wbridge.ids import Epoch
-
-
-class EngineStanding:
-    """What the coordinator knows of an engine's weights, across epochs; for `status` only."""
-
-    def __init__(self, leader: Member, incarnation: int) -> None:
-        committed = leader.hello.committed
-        here = committed is not None and committed.epoch.incarnation == incarnation
-        self.leader = leader
-        self.version: int | None = committed.version if committed is not None else None
-        self.ticket: int = committed.ticket if committed is not None and here else 0
-        self.tainted = False
 
 
 class Cohort:
@@ -54,9 +42,7 @@ class Cohort:
 class Publishing:
     """The tickets of one live epoch. The owner starts `run` and hands over what members say and suffer."""
 
-    def __init__(
-        self, config: Config, cohort: Cohort, standings: Mapping[str, EngineStanding], *, first_ticket: int
-    ) -> None:
+    def __init__(self, config: Config, cohort: Cohort, standings: Standings, *, first_ticket: int) -> None:
         roster = cohort.roster
         self.cohort = cohort
         self._config = config
@@ -74,8 +60,6 @@ class Publishing:
         self._scope = anyio.CancelScope()
         self._changed = anyio.Event()
         self._lost: set[str] = set()
-        self.grants: dict[str, tuple[int, int]] = {}
-        """The ticket and version that each engine holds and has not finished."""
         self.announced: int | None = None
         """The version announced last in this epoch."""
 
@@ -131,6 +115,7 @@ class Publishing:
             self._perform(self._tickets.lose_rank(worker.rank, reason))
         elif worker.group not in self._lost:
             self._lost.add(worker.group)
+            self._standings.lose(worker.group)
             self._perform(self._tickets.lose_engine(worker.group, f"{worker}: {reason}"))
 
     def end(self, reason: str) -> None:
@@ -147,18 +132,18 @@ class Publishing:
         while not self._tickets.settled:
             await self._changed.wait()
 
-    def holders(self) -> tuple[str, ...]:
-        """Name the engines that have a version to land or to apply."""
-        return tuple(f"engine {name} (version {version})" for name, (_, version) in self.grants.items())
+    @property
+    def grants(self) -> dict[str, tuple[int, int]]:
+        """The ticket and version that each engine holds and has not finished."""
+        return self._standings.grants
 
-    def engines(self) -> tuple[EngineStatus, ...]:
-        newest = self._tickets.next_ticket - 1
+    def waiting_for(self) -> tuple[str, ...]:
+        """Name the ranks that have not made a call which others have begun, and the engines that have a
+        version to land, to apply, or to offer to take."""
+        ranks, engines = self._tickets.waits()
         return tuple(
-            EngineStatus(
-                name, name not in self._lost, standing.version, newest - standing.ticket, standing.tainted
-            )
-            for name, standing in self._standings.items()
-        )
+            f"{self.cohort.roster.ranks[rank].worker} (send {call})" for rank, call in ranks
+        ) + tuple(f"engine {name} (version {version})" for name, version in engines)
 
     async def run(self) -> None:
         """Keep the time for the tickets until `stop` or cancellation."""
@@ -205,18 +190,6 @@ class Publishing:
 
     def _note(self, message: FlowMessage) -> None:
         """Keep what `status` and the end of the epoch need to know."""
-        match message:
-            case flow.Announced():
-                self.announced = message.version
-            case flow.Serve():
-                for engine in message.engines:
-                    self.grants[engine] = (message.ticket, message.version)
-            case flow.EngineOutcome(ticket, engine, outcome, final) if final:
-                granted, version = self.grants.get(engine, (None, None))
-                if granted == ticket:
-                    del self.grants[engine]
-                standing = self._standings[engine]
-                if outcome == "applied":
-                    standing.version, standing.ticket, standing.tainted = version, ticket, False
-                elif outcome == "tainted":
-                    standing.version, standing.tainted = None, True
+        self._standings.note(message)
+        if isinstance(message, flow.Announced):
+            self.announced = message.version

@@ -152,6 +152,7 @@ class Leave(msgspec.Struct, frozen=True):
     ticket: int
     version: int
     outcome: Literal["applied", "aborted", "tainted"]
+    lag: int = 0
 
 
 class Unpark(msgspec.Struct, frozen=True):

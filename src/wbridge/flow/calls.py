@@ -64,6 +64,13 @@ class Calls:
         """Every rank waits for a snapshot in a call later than `call`."""
         return len(self._waiting) == self.num_ranks and all(c > call for c in self._waiting.values())
 
+    def absent(self) -> list[tuple[int, int]]:
+        """The ranks that have not begun a call which others have, with its number."""
+        begun = {call: set(reports) for call, reports in self._reports.items()}
+        for rank, call in self._waiting.items():
+            begun.setdefault(call, set()).add(rank)
+        return [(rank, call) for call in sorted(begun) for rank in self._live if rank not in begun[call]]
+
     def burn(
         self, call: int, reason: str, *, canceller: int | None = None, protocol_error: bool = False
     ) -> tuple[tuple[int, ...], CallAborted]:

@@ -146,7 +146,8 @@ class Follower:
             return [Apply(message.hold, message.ticket, message.version)]
         if isinstance(message, Done):
             assert self._commit is not None and self._stage == "applied", "done before applied"
-            leave = Leave(self._commit.ticket, self._commit.version, message.outcome)
+            commit = self._commit
+            leave = Leave(commit.ticket, commit.version, message.outcome, commit.lag)
             self._forget_hold()
             return [leave]
         return self._released(message)

@@ -290,7 +290,8 @@ class Leader:
         assert self._grant is not None, "a commit without a grant"
         self._phase = "committed"
         self._applied = {}
-        out.append(ToWorkers(Commit(self._hold, self._grant.ticket, self._grant.version)))
+        lag = max(0, self._announced - self._grant.ticket)
+        out.append(ToWorkers(Commit(self._hold, self._grant.ticket, self._grant.version, lag)))
 
     def _let_go(self, hold: int, why: str) -> list[LeaderAction]:
         if hold != self._hold or self._phase in ("idle", "committed"):

@@ -251,11 +251,12 @@ class WithdrawHold(_Message, frozen=True):
 
 
 class Commit(_Message, frozen=True):
-    """All workers are ready: apply `ticket` now, whatever happens."""
+    """All workers are ready: apply `ticket` now, whatever happens. `lag` newer ones have been announced."""
 
     hold: int
     ticket: int
     version: int
+    lag: int = 0
 
 
 class WorkerApplied(_Message, frozen=True):

@@ -39,6 +39,12 @@ class TicketRecord:
         """Engines that are being written."""
         return self.granted - self.landed - self.voided - self.final
 
+    def waits(self, engine: EngineRecord, to_all: bool) -> bool:
+        """Whether `engine` is to do something for this ticket; `to_all`: all are to have it."""
+        if engine.name in self.granted:
+            return engine.name not in self.final
+        return to_all and not self.closed and engine.name not in self.final | self.missed
+
     @property
     def unfinished(self) -> set[str]:
         return self.granted - self.final

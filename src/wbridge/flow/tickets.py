@@ -81,6 +81,14 @@ class Tickets:
             t.unfinished or not (t.closed or (t.started and not every)) for t in self._tickets.values()
         )
 
+    def waits(self) -> tuple[list[tuple[int, int]], list[tuple[str, int]]]:
+        """(rank, call) that others have begun without it; (engine, version) to land, to apply or to take."""
+        to_all = self._delivery == "every" or self._source_held
+        engines = [
+            (e.name, t.version) for t in self._tickets.values() for e in self._live() if t.waits(e, to_all)
+        ]
+        return self._calls.absent(), engines
+
     # Events of trainer ranks ---------------------------------------------------------------------
 
     def report(self, rank: int, report: Report) -> list[TicketsAction]:

@@ -10,6 +10,8 @@ class SendStats(msgspec.Struct, frozen=True):
 
     stall_s: float
     """From the call to its return: the time the application could not compute."""
+    lag: int
+    """How many announced versions the slowest live engine had not applied when the call returned."""
 
 
 class UpdateStats(msgspec.Struct, frozen=True):
@@ -22,3 +24,5 @@ class UpdateStats(msgspec.Struct, frozen=True):
     apply_s: float
     """Of that, the rest: until all were ready, and until the parameters were written on all of them (with
     direct staging also the transfer)."""
+    lag: int
+    """How many newer versions had been announced when the engine began to apply this one."""

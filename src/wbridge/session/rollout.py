@@ -136,7 +136,10 @@ class Rollout:
                 case Leave():
                     now_s = time.perf_counter()
                     stats = UpdateStats(
-                        stall_s=now_s - begun_s, park_s=parked_s - begun_s, apply_s=now_s - parked_s
+                        stall_s=now_s - begun_s,
+                        park_s=parked_s - begun_s,
+                        apply_s=now_s - parked_s,
+                        lag=instruction.lag,
                     )
                     return (yield from self._leave(instruction, stats))
                 case PollFails():

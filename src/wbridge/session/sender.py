@@ -8,6 +8,7 @@ from typing import Literal
 
 from wbridge.config import Config, Mode
 from wbridge.device.base import Device, Stream
+from wbridge.flow.standings import EngineStatus
 from wbridge.ids import Epoch
 from wbridge.observe.stats import SendStats
 from wbridge.session.endpoints import Source
@@ -96,6 +97,14 @@ class SenderAdapter:
     @property
     def epoch(self) -> Epoch | None:
         return self._trainer.epoch
+
+    @property
+    def engines(self) -> dict[str, EngineStatus]:
+        """What each engine of the epoch has: its version, how far that lags, and whether it can serve.
+
+        Known from the outcomes that arrive anyway; asking sends nothing. `wbridge status` says the same.
+        """
+        return self._trainer.standings.view()
 
     @property
     def last_send(self) -> SendStats | None:

@@ -18,6 +18,7 @@ from wbridge.device.base import Device, Event, Stream
 from wbridge.engine.wire import DataFrame
 from wbridge.errors import ConfigError, PeerLost, UpdateAborted, WBridgeError
 from wbridge.flow.messages import Credit
+from wbridge.flow.standings import Standings
 from wbridge.ids import Epoch, WorkerId
 from wbridge.observe.stats import SendStats
 from wbridge.plan.types import WorkerPlan
@@ -52,6 +53,7 @@ class Trainer:
         self._live = anyio.Event()
         self._ended: WBridgeError | None = None
         self.last_send: SendStats | None = None
+        self.standings: Standings = Standings()
 
     # The caller's side ---------------------------------------------------------------------------------
 
@@ -66,7 +68,7 @@ class Trainer:
         after = (stream or self._worker.current_stream()).record()
         call = self._worker.loop.submit(functools.partial(self._send, version, packed, after))
         publication: Publication = yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
-        self.last_send = SendStats(stall_s=time.perf_counter() - begun_s)
+        self.last_send = SendStats(time.perf_counter() - begun_s, self.standings.lag)
         return publication
 
     def reconfigure(
@@ -118,6 +120,7 @@ class Trainer:
 
     async def start_epoch(self, start: EpochStart, plan: WorkerPlan, config: Config) -> None:
         self._config = config
+        self.standings.enter(start.standings)
         await self._end_epoch(UpdateAborted("members or settings have changed; send the version again"))
         device = self._worker.open_epoch_device()
         context = await open_sender_context(
@@ -141,10 +144,13 @@ class Trainer:
         self._live.set()
 
     async def receive(self, message: FlowMessage) -> None:
+        self.standings.note(message)
         if self._epoch is not None:
             self._epoch.receive(message)
 
     def worker_lost(self, worker: WorkerId, reason: str) -> None:
+        if worker.role == "rollout":
+            self.standings.lose(worker.group)
         if self._epoch is not None and worker.role == "rollout":
             self._epoch.engine.lose_receiver(str(worker))
 
