@@ -40,8 +40,8 @@ from wbridge.config import Config  # noqa: E402
 from wbridge.plan.advise import MODES, Prediction, Speeds, Steps, predict  # noqa: E402
 from wbridge.plan.loads import Load, even_load  # noqa: E402
 
-LINKS = {"400mbit": (400.0, 1), "1gbit": (1000.0, 2)}
-"""Rate in Mbit/s, and layers of the model: a version takes between 0.2 s and 1 s."""
+LINKS = {"400mbit": (400.0, 8), "1gbit": (1000.0, 8)}
+"""Rate in Mbit/s, and layers of the model: even the copies take longer than what surrounds them."""
 NUM_TRAINERS = NUM_ENGINES = ENGINE_WORKERS = 2
 
 Row = dict[str, object]
@@ -57,6 +57,7 @@ def main() -> None:
     rows: list[Row] = []
     for link in options.link or LINKS:
         mbit, num_layers = LINKS[link]
+        num_layers = options.layers or num_layers
         names = [f"trainer-{k}" for k in range(NUM_TRAINERS)] + [f"engine-{k}" for k in range(NUM_ENGINES)]
         for mode in options.mode or MODES:
             with open_hosts(names, mbit=mbit) as hosts:
@@ -77,7 +78,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--mode", choices=list(MODES), action="append", help="only these modes")
     parser.add_argument("--link", choices=list(LINKS), action="append", help="only these links")
-    parser.add_argument("--updates", type=int, default=20, help="measured updates per case")
+    parser.add_argument("--layers", type=int, help="of the model, 34 MB each; default: enough for the link")
+    parser.add_argument("--updates", type=int, default=10, help="measured updates per case")
     return parser.parse_args()
 
 
@@ -161,7 +163,7 @@ def stalls_ms(
 ) -> dict[str, float]:
     """Where the AGST comes from."""
     sends = [cost.wall_s for report in trainers for _, _, cost in report.sends]
-    polls = [cost.wall_s for report in rollouts for _, _, cost in report.polls]
+    polls = [asked_s + cost.wall_s for report in rollouts for _, asked_s, cost in report.polls]
     return {
         "trainer_stall_ms": 1e3 * statistics.median(sends),
         "predicted_trainer_stall_ms": 1e3 * told.trainer_stall_s,

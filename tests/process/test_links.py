@@ -84,7 +84,9 @@ def test_rows_of_the_benchmark_of_the_advice(tmp_path: Path) -> None:
     pytest.importorskip("ucxx")
     rows = tmp_path / "rows.json"
     command = [sys.executable, "-m", "benchmarks", "advise", "--mode", "async", "--link", "400mbit"]
-    subprocess.run([*command, "--updates", "2", "--json", str(rows)], check=True, cwd=ROOT, timeout=180)
+    subprocess.run(
+        [*command, "--layers", "1", "--updates", "2", "--json", str(rows)], check=True, cwd=ROOT, timeout=180
+    )
     found = json.loads(rows.read_text())
     assert {(row["benchmark"], row["case"]) for row in found} == {("advise", "async-400mbit")}
     values = {row["metric"]: row["value"] for row in found}

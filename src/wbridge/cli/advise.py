@@ -20,6 +20,7 @@ from wbridge.plan.loads import Load, even_load, load_of
 
 COPIES = ("snapshot_gb_s", "apply_gb_s", "device_gb_s", "host_gb_s", "checksum_gb_s")
 LINK = ("link_gb_s", "round_s")
+OTHERS = ("poll_s",)
 NEEDED = ("snapshot_gb_s", "apply_gb_s", "device_gb_s", "host_gb_s", "link_gb_s")
 LINK_DURATION_S = 2.0
 
@@ -47,7 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
     speeds = command.add_argument_group("speeds; what is given wins over what is measured")
     speeds.add_argument("--speeds", type=Path, help="a JSON file with some of the speeds below")
-    for name in COPIES + LINK:
+    for name in COPIES + LINK + OTHERS:
         what = next(field for field in msgspec.structs.fields(Speeds) if field.name == name)
         option = f"--{name.replace('_', '-')}"
         default = "" if what.required else f"default {what.default}"
@@ -126,8 +127,8 @@ def _speeds(options: argparse.Namespace, config: Config) -> Speeds:
             found |= msgspec.json.decode(options.speeds.read_bytes(), type=dict[str, float])
         except (OSError, msgspec.MsgspecError) as exc:
             raise ConfigError(f"--speeds {options.speeds}: {exc}; write an object of numbers") from exc
-    found |= {name: value for name in COPIES + LINK if (value := getattr(options, name)) is not None}
-    if unknown := found.keys() - {*COPIES, *LINK}:
+    found |= {name: value for name in COPIES + LINK + OTHERS if (value := getattr(options, name)) is not None}
+    if unknown := found.keys() - {*COPIES, *LINK, *OTHERS}:
         raise ConfigError(f"--speeds {options.speeds}: no such speed: {', '.join(sorted(unknown))}")
     if missing := [name for name in NEEDED if name not in found]:
         raise ConfigError(

@@ -55,6 +55,8 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     """Of what crosses hosts; 0: checksums are off."""
     round_s: float = 0.0005
     """A message to a peer and its answer."""
+    poll_s: float = 5e-6
+    """A poll that finds nothing."""
 
     def __post_init__(self) -> None:
         for name in ("snapshot_gb_s", "apply_gb_s", "device_gb_s", "host_gb_s", "link_gb_s"):
@@ -84,7 +86,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     trainer_stall_s: float
     """Per version sent."""
     rollout_stall_s: float
-    """Per version applied."""
+    """Per version applied, with the polls that found nothing before it."""
     agst_s: float
     """Stall averaged over all workers, per version sent."""
     applied: float
@@ -152,9 +154,10 @@ def predict(
 ) -> Prediction:
     """Predict one mode. `num_slots` 0: automatic, as in the settings."""
     case = _Case(name, load, speeds, steps, config, num_slots)
-    trainer_stall_s, rollout_stall_s = case.trainer_stall_s, case.rollout_stall_s
+    trainer_stall_s = case.trainer_stall_s
     period_s = steps.train_s + trainer_stall_s
     cycle_s = max(period_s, case.shortest_cycle_s) if case.trainer_pinned else period_s
+    rollout_stall_s = case.update_stall_s + speeds.poll_s * cycle_s / steps.rollout_s
     applied = period_s / cycle_s
     stalls_s = load.num_trainers * trainer_stall_s + load.num_rollouts * rollout_stall_s * applied
     train_busy, rollout_busy = steps.train_s / period_s, max(0.0, 1 - rollout_stall_s / cycle_s)
@@ -234,7 +237,7 @@ class _Case:
         return self._landed_s + waited_s + self._apply_s + self._commit_s
 
     @property
-    def rollout_stall_s(self) -> float:
+    def update_stall_s(self) -> float:
         if self._holds_all:
             return self._apply_s + self._commit_s
         ring_part = self.slots / self._load.num_groups if self.rollout_pinned else 0.0
@@ -257,7 +260,7 @@ class _Case:
     @property
     def shortest_cycle_s(self) -> float:
         """Between two versions of an engine that follows as fast as it can; a direct one makes a step."""
-        return self.used_s if self._holds_all else self.rollout_stall_s + self._steps.rollout_s
+        return self.used_s if self._holds_all else self.update_stall_s + self._steps.rollout_s
 
 
 def _mean_lag(start_s: float, stop_s: float, period_s: float, *, skips: bool) -> float:

@@ -17,7 +17,7 @@ MB = 10**6
 
 def speeds(**changes: float) -> Speeds:
     usual = {"snapshot_gb_s": 5.0, "apply_gb_s": 5.0, "device_gb_s": 50.0, "host_gb_s": 5.0, "link_gb_s": 0.1}
-    return Speeds(**(usual | {"round_s": 0.0} | changes))
+    return Speeds(**(usual | {"round_s": 0.0, "poll_s": 0.0} | changes))
 
 
 def load(model_nbytes: int = 64 * MB, **changes: int):  # type: ignore[no-untyped-def]
@@ -57,6 +57,11 @@ def test_versions_are_skipped_when_transfers_take_longer_than_steps() -> None:
 
 def test_in_sync_weights_are_old_only_until_the_engines_park() -> None:
     assert by_name()["sync"].staleness_versions == pytest.approx(0.01 / (1.0 + 0.01), abs=0.002)
+
+
+def test_polls_that_find_nothing_cost_little_but_each_time() -> None:
+    free, dear = (by_name(poll_s=poll_s)["async"].rollout_stall_s for poll_s in (0.0, 5e-6))
+    assert dear - free == pytest.approx(5e-6 * 1.3 / 0.02, rel=0.05)
 
 
 def test_one_snapshot_makes_the_trainer_wait_for_the_transfer() -> None:
