@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Final
 
 import anyio
 
 from wbridge.engine.wire import encode
 from wbridge.errors import EndpointClosed, PeerLost
-from wbridge.flow.messages import Credit
+from wbridge.flow.messages import Credit, Placed, Placement
 from wbridge.ids import Epoch
 from wbridge.transport.base import Endpoint
+
+PLACEMENTS_PER_MESSAGE: Final = 100
+"""Names may be long, and a message has at most 64 KiB."""
 
 
 class CreditSender:
     """Sends one writer its credits in order, so that a writer that is stuck delays no other's."""
 
-    def __init__(self, epoch: Epoch, endpoint: Endpoint) -> None:
+    def __init__(self, epoch: Epoch, endpoint: Endpoint, placements: Sequence[Placement] = ()) -> None:
+        """`placements` go before the first credit: where the parameters lie that this writer writes itself."""
+        self._placements = placements
         self._epoch = epoch
         self._endpoint = endpoint
         # Unbounded, bounded by what may be in it: one credit for each piece that has a slot.
@@ -29,7 +36,16 @@ class CreditSender:
         """Send until cancelled."""
         with self._credits, self._inbox:
             async for credit in self._inbox:
-                try:
-                    await self._endpoint.send(encode(self._epoch, credit))
-                except (PeerLost, EndpointClosed):
-                    continue  # the coordinator says what becomes of the ticket without this writer
+                await self._send_placements()  # not earlier: the writer may still be in another epoch
+                await self._send(credit)
+
+    async def _send_placements(self) -> None:
+        placements, self._placements = self._placements, ()
+        for start in range(0, len(placements), PLACEMENTS_PER_MESSAGE):
+            await self._send(Placed(tuple(placements[start : start + PLACEMENTS_PER_MESSAGE])))
+
+    async def _send(self, message: Credit | Placed) -> None:
+        try:
+            await self._endpoint.send(encode(self._epoch, message))
+        except (PeerLost, EndpointClosed):
+            return  # the coordinator says what becomes of the ticket without this writer

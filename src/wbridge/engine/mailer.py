@@ -11,12 +11,12 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
-from wbridge.device.base import Buffer
+from wbridge.device.base import Buffer, Event
 from wbridge.engine.context import SenderContext
 from wbridge.engine.wire import encode
 from wbridge.errors import EndpointClosed, PeerLost
 from wbridge.flow.actions import Flush, SendStopped
-from wbridge.flow.messages import Arrived, Credit, Stopped
+from wbridge.flow.messages import Arrived, Credit, Placed, Placement, Stopped
 from wbridge.plan.types import Piece
 from wbridge.staging.base import Source
 from wbridge.staging.checksum import checksum
@@ -57,6 +57,7 @@ class Mailer:
         self._put_ended, self._flushed, self._lost = put_ended, flushed, lost
         self._sums = endpoint.peer in context.checksums
         self._slots = None if endpoint.fill else context.staging.open_slots(largest_nbytes)
+        self._placements: dict[str, Placement] = {}
         self._adopted: dict[int, Buffer] = {}  # by the identity of the memory, which the buffer keeps
         self._running: dict[Order, anyio.CancelScope] = {}
         self._scope = anyio.CancelScope()
@@ -71,6 +72,10 @@ class Mailer:
     def start(self, order: Order) -> None:
         self._running[order] = anyio.CancelScope()
         self._orders.send_nowait(order)
+
+    def placed(self, placed: Placed) -> None:
+        """Gather into these parameters of the receiver instead of into slots. Before the first order."""
+        self._placements.update((place.parameter, place) for place in placed.parameters)
 
     def cancel(self, order: Order) -> None:
         """Stop the put if it is running, and do not begin it if it is not. `put_ended` comes as before."""
@@ -121,17 +126,22 @@ class Mailer:
                 self._slots.release(slot)
 
     async def _gather_there(self, order: Order, window: Window) -> bytes:
-        """Gather into the receiver's own slot."""
+        """Gather into the receiver's own slot, or into its parameters."""
         memory = window.memory
         if id(memory) not in self._adopted:
             self._adopted[id(memory)] = self._context.staging.adopt(memory)
-        gathered = order.source.gather(order.piece, Place(self._adopted[id(memory)], window.offset))
+        gathered = self._gather(order, Place(self._adopted[id(memory)], window.offset))
         try:
             await gathered.wait()
             return await self._arrived(order, memory[window.offset : window.offset + window.nbytes])
         finally:
             with anyio.CancelScope(shield=True):
                 await gathered.wait()  # writes the slot, and reads the weights
+
+    def _gather(self, order: Order, there: Place) -> Event:
+        if order.credit.in_place:
+            return order.source.gather_in_place(order.piece, there.buffer, self._placements)
+        return order.source.gather(order.piece, there)
 
     async def _gather_and_put(self, order: Order, slot: LocalSlot, remote: RemoteSlot) -> None:
         gathered = order.source.gather(order.piece, slot.place)

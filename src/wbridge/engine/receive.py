@@ -17,7 +17,7 @@ from wbridge.engine.credits import CreditSender
 from wbridge.engine.scatters import Scatters
 from wbridge.errors import UpdateAborted
 from wbridge.flow.actions import GiveCredit, GroupReady, ReplaceSlot, RingAction, TakeBack, ToLeader
-from wbridge.flow.messages import Arrived, Credit, Stopped
+from wbridge.flow.messages import Arrived, Credit, Placement, Stopped
 from wbridge.flow.ring import Incoming, ReceiverRing
 from wbridge.staging.checksum import checksum
 from wbridge.transport.base import RemoteSlot
@@ -70,11 +70,24 @@ class ReceiveEngine:
         self.num_written: int = 0
         """Groups that the last `apply` has begun to write."""
         self._credits = {
-            name: CreditSender(context.epoch, endpoint) for name, endpoint in context.endpoints.items()
+            name: CreditSender(context.epoch, endpoint, self._placements_for(name))
+            for name, endpoint in context.endpoints.items()
         }
         # Unbounded, bounded by what may be in them: one check for each piece, one fence for each slot.
         self._checks, self._check_inbox = anyio.create_memory_object_stream[_Check](math.inf)
         self._fences, self._fence_inbox = anyio.create_memory_object_stream[TakeBack](math.inf)
+
+    @property
+    def _is_in_place(self) -> bool:
+        return self._context.staging.placements is not None
+
+    def _placements_for(self, writer: str) -> list[Placement]:
+        placements = self._context.staging.placements
+        if placements is None:
+            return []
+        pieces = [piece for group in self._groups for piece in group.pieces if str(piece.writer) == writer]
+        names = {transfer.target_parameter for piece in pieces for transfer in piece.transfers}
+        return [placements[name] for name in sorted(names)]
 
     async def run(self) -> None:
         """Give credits and guard quarantined slots until cancelled; then nobody may write the ring."""
@@ -162,7 +175,8 @@ class ReceiveEngine:
         Raises:
             UpdateAborted: the ticket was aborted.
         """
-        self.num_written = 0
+        # Of parameters that are written directly, nobody knows how much is.
+        self.num_written = len(self._groups) if self._is_in_place else 0
         aborted: UpdateAborted | None = None
         scatters = Scatters(
             self._context.staging,
@@ -185,7 +199,7 @@ class ReceiveEngine:
         for group in self._groups:
             slot = await self._wait_ready(ticket, group.index)
             # One stream: what waits behind the first copy waits for `after` too.
-            scatters.start(group, slot, after=None if self.num_written else after)
+            scatters.start(group, slot, after=None if group.index else after)
             self.num_written += 1
 
     async def _wait_ready(self, ticket: int, group: int) -> int:
@@ -227,12 +241,18 @@ class ReceiveEngine:
         remote = self._context.transport.expose(view, give.writer)
         key = (give.ticket, give.group, give.piece)
         self._exposed[key], self._slots[key] = remote, give.slot
-        credit = Credit(give.ticket, give.group, give.piece, give.slot, remote.token, remote.nbytes)
+        credit = Credit(
+            give.ticket, give.group, give.piece, give.slot, remote.token, piece.nbytes, self._is_in_place
+        )
         self._credits[give.writer].give(credit)
 
     async def _guard(self, fence: TakeBack) -> None:
-        """Take a quarantined slot back from the transport, or give it new memory after the deadline."""
-        with anyio.move_on_after(self._context.config.fence_timeout_s):
+        """Take a quarantined slot back from the transport, or give it new memory after the deadline.
+
+        Parameters have no other memory: they stay tainted until their writers have stopped.
+        """
+        timeout_s = math.inf if self._is_in_place else self._context.config.fence_timeout_s
+        with anyio.move_on_after(timeout_s):
             for writer in fence.writers:
                 if await self._withdraw(fence, writer):
                     self._perform(self._ring.taken_back(fence.slot, fence.ticket, writer))

@@ -10,7 +10,7 @@ import anyio.abc
 from wbridge.engine.context import SenderContext, close_endpoints
 from wbridge.engine.mailer import Mailer, Order
 from wbridge.flow.actions import CancelPut, Flush, FreeSource, OutgoingAction, SendStopped, StartPut
-from wbridge.flow.messages import Credit, Serve, TicketAborted
+from wbridge.flow.messages import Credit, Placed, Serve, TicketAborted
 from wbridge.flow.outgoing import Outgoing
 from wbridge.plan.types import Piece
 from wbridge.staging.base import Source
@@ -85,6 +85,10 @@ class SendEngine:
         receivers = [r for engine in aborted.engines for r in self._shares.get(engine, ())]
         self._forget_credits(aborted.ticket, receivers)
         self._perform(self._outgoing.aborted(aborted.ticket, receivers))
+
+    def placed(self, receiver: str, placed: Placed) -> None:
+        """A receiver on this host lets us write its parameters themselves."""
+        self._mailers[receiver].placed(placed)
 
     def retire(self, ticket: int) -> None:
         """No engine needs the source of `ticket` any more."""

@@ -177,7 +177,10 @@ class WithdrawOffer(_Message, frozen=True):
 
 
 class Credit(_Message, frozen=True):
-    """The writer may put piece `piece` of `group` into `token` once. The receiver alone chooses `slot`."""
+    """The writer may put piece `piece` of `group` into `token` once. The receiver alone chooses `slot`.
+
+    `in_place`: into the parameters themselves, whose placements have been told.
+    """
 
     ticket: int
     group: int
@@ -185,6 +188,21 @@ class Credit(_Message, frozen=True):
     slot: int
     token: bytes
     nbytes: int
+    in_place: bool = False
+
+
+class Placement(msgspec.Struct, frozen=True, array_like=True):
+    """A parameter in memory that its writers map: `offset` in bytes, of its first element."""
+
+    parameter: str
+    offset: int
+    dtype: str
+
+
+class Placed(_Message, frozen=True):
+    """Credits are for these parameters themselves, not for slots. Comes before the first credit."""
+
+    parameters: tuple[Placement, ...]
 
 
 class Arrived(_Message, frozen=True):

@@ -11,6 +11,7 @@ import anyio.to_thread
 from wbridge.config import Config
 from wbridge.control.messages import EpochStart, Peer
 from wbridge.device.base import Device
+from wbridge.device.sharing import arena_of
 from wbridge.engine.context import ReceiverContext, SenderContext
 from wbridge.errors import ProtocolError
 from wbridge.ids import WorkerId
@@ -18,6 +19,7 @@ from wbridge.plan.schedule import ring_slots
 from wbridge.plan.types import WorkerPlan
 from wbridge.staging.base import ReceiverStaging, SenderStaging
 from wbridge.staging.direct import DirectReceiver, DirectSender
+from wbridge.staging.in_place import InPlaceReceiver
 from wbridge.staging.pinned import PinnedReceiver, PinnedSender
 from wbridge.transport.base import Endpoint
 from wbridge.transport.select import Transports
@@ -59,15 +61,17 @@ async def open_receiver_context(
 ) -> ReceiverContext:
     """Connect to every writer of this worker, for its credits, and allocate its ring."""
     peers = _peers(start, {piece.writer for group in plan.incoming for piece in group.pieces})
+    endpoints = await _connect(transport, peers)
+    is_local = config.checksum != "on" and all(endpoint.fill for endpoint in endpoints.values())
     return ReceiverContext(
         worker=plan.worker,
         epoch=start.epoch,
         plan=plan,
         config=config,
         transport=transport,
-        staging=await anyio.to_thread.run_sync(_receiver_staging, config, device, tensors, plan),
+        staging=await anyio.to_thread.run_sync(_receiver_staging, config, device, tensors, plan, is_local),
         checksums=frozenset(),
-        endpoints=await _connect(transport, peers),
+        endpoints=endpoints,
     )
 
 
@@ -84,8 +88,16 @@ def _sender_staging(config: Config, device: Device, tensors: Tensors, plan: Work
     )
 
 
-def _receiver_staging(config: Config, device: Device, tensors: Tensors, plan: WorkerPlan) -> ReceiverStaging:
+def _receiver_staging(
+    config: Config, device: Device, tensors: Tensors, plan: WorkerPlan, is_local: bool
+) -> ReceiverStaging:
+    """`is_local`: all writers can write memory of this process."""
     policy = config.mode.receiver_staging
+    if policy == "direct" and is_local:
+        pieces = [piece for group in plan.incoming for piece in group.pieces]
+        names = {transfer.target_parameter for piece in pieces for transfer in piece.transfers}
+        if (arena := arena_of(tensors[name] for name in names)) is not None:
+            return InPlaceReceiver(arena, tensors, plan.incoming)
     receiver = DirectReceiver if policy == "direct" else PinnedReceiver
     num_slots = ring_slots(config, len(plan.incoming), policy)
     return receiver(device, tensors, plan.incoming, num_slots=num_slots)

@@ -6,9 +6,11 @@ Both belong to the adapter's event loop.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from wbridge.device.base import Buffer, Event
+from wbridge.flow.messages import Placement
 from wbridge.plan.types import Group, Piece
 from wbridge.staging.slots import LocalSlots, Place
 
@@ -18,6 +20,10 @@ class Source(Protocol):
 
     def gather(self, piece: Piece, place: Place) -> Event:
         """Start to copy `piece` to `place`; its bytes are there when the event is done."""
+        ...
+
+    def gather_in_place(self, piece: Piece, buffer: Buffer, placements: Mapping[str, Placement]) -> Event:
+        """Start to copy `piece` into the receiver's parameters, which lie in `buffer`."""
         ...
 
     def release(self) -> None:
@@ -71,6 +77,11 @@ class ReceiverStaging(Protocol):
     @property
     def buffers(self) -> list[Buffer]:
         """The memory that slots lie in now, for the transport."""
+        ...
+
+    @property
+    def placements(self) -> Mapping[str, Placement] | None:
+        """Where the parameters lie that writers write directly. None: bytes pass through slots."""
         ...
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from wbridge.device.copy import Block
+from wbridge.flow.messages import Placement
 from wbridge.layout.dtype import itemsize
 from wbridge.plan.types import Group, Piece, Transfer
 
@@ -20,6 +21,21 @@ def iter_source_blocks(piece: Piece) -> Iterator[Block]:
             dtype=transfer.wire_dtype,
             slot_offset=_slot_offset(transfer),
             slot_strides=transfer.wire.strides,
+        )
+
+
+def iter_in_place_blocks(piece: Piece, placements: Mapping[str, Placement]) -> Iterator[Block]:
+    """Yield the sender's side of a piece whose slot is the memory that the target parameters lie in."""
+    for transfer in piece.transfers:
+        place = placements[transfer.target_parameter]
+        yield Block(
+            parameter=transfer.source_parameter,
+            extents=transfer.extents,
+            parameter_offset=transfer.source.offset,
+            parameter_strides=transfer.source.strides,
+            dtype=place.dtype,
+            slot_offset=place.offset + transfer.target.offset * itemsize(place.dtype),
+            slot_strides=transfer.target.strides,
         )
 
 

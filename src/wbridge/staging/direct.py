@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from wbridge.device.base import Buffer, Device, Event
 from wbridge.device.copy import Tensors
+from wbridge.flow.messages import Placement
 from wbridge.plan.types import Group, Piece
 from wbridge.staging.gathering import Gathering
 from wbridge.staging.ring import ReceiverRing
@@ -55,6 +56,9 @@ class LiveSource:
     def gather(self, piece: Piece, place: Place) -> Event:
         return self._gathering.start(piece, place)
 
+    def gather_in_place(self, piece: Piece, buffer: Buffer, placements: Mapping[str, Placement]) -> Event:
+        return self._gathering.start_in_place(piece, buffer, placements)
+
     def release(self) -> None:
         return
 
@@ -76,6 +80,10 @@ class DirectReceiver:
     @property
     def buffers(self) -> list[Buffer]:
         return self._ring.memory.buffers
+
+    @property
+    def placements(self) -> None:
+        return None
 
     @property
     def offers_when_parked(self) -> Literal[True]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from wbridge.device.base import Event, Stream
+from wbridge.device.base import Buffer, Event, Stream
 from wbridge.device.copy import CopyPlan, Tensors, build_gather, gather
 from wbridge.errors import InternalError
+from wbridge.flow.messages import Placement
 from wbridge.plan.types import Piece
-from wbridge.staging.blocks import iter_source_blocks
+from wbridge.staging.blocks import iter_in_place_blocks, iter_source_blocks
 from wbridge.staging.slots import Place
 
 
@@ -17,6 +18,8 @@ class Gathering:
 
     def __init__(self, stream: Stream, pieces: Sequence[Piece], tensors: Tensors) -> None:
         self._stream = stream
+        self._tensors = tensors
+        self._in_place: dict[int, CopyPlan] = {}
         # A piece is known by identity: it is large, and hashing it would cost more than copying it.
         self._pieces = tuple(pieces)
         self._copies: dict[int, CopyPlan] = {
@@ -31,7 +34,19 @@ class Gathering:
         """Copy `piece` to `place`, whatever its offset in the group."""
         copies = self._copies.get(id(piece))
         if copies is None:
-            raise InternalError(
-                f"this sender was not built for the piece of {piece.writer} at {piece.offset}"
-            )
+            raise self._unknown(piece)
         return gather(self._stream, copies, place.buffer, base=place.offset - piece.offset)
+
+    def start_in_place(self, piece: Piece, buffer: Buffer, placements: Mapping[str, Placement]) -> Event:
+        """Copy `piece` into the receiver's parameters in `buffer`. The placements of a piece never change."""
+        if id(piece) not in self._copies:
+            raise self._unknown(piece)
+        copies = self._in_place.get(id(piece))
+        if copies is None:
+            blocks = iter_in_place_blocks(piece, placements)
+            copies = self._in_place[id(piece)] = build_gather(blocks, self._tensors)
+        return gather(self._stream, copies, buffer)
+
+    @staticmethod
+    def _unknown(piece: Piece) -> InternalError:
+        return InternalError(f"this sender was not built for the piece of {piece.writer} at {piece.offset}")

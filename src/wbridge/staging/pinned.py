@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import anyio
@@ -12,6 +12,7 @@ from wbridge.device.base import Buffer, Device, Event
 from wbridge.device.copy import Tensors
 from wbridge.device.mirror import Mirror
 from wbridge.errors import InternalError
+from wbridge.flow.messages import Placement
 from wbridge.plan.types import Group, Piece
 from wbridge.staging.gathering import Gathering
 from wbridge.staging.ring import ReceiverRing
@@ -95,9 +96,18 @@ class Snapshot:
         self._give_back = give_back
 
     def gather(self, piece: Piece, place: Place) -> Event:
+        return self._note(self._taken(piece).gathering.start(piece, place))
+
+    def gather_in_place(self, piece: Piece, buffer: Buffer, placements: Mapping[str, Placement]) -> Event:
+        return self._note(self._taken(piece).gathering.start_in_place(piece, buffer, placements))
+
+    def _taken(self, piece: Piece) -> _Version:
         if self._version is None:
             raise InternalError(f"piece at byte {piece.offset} gathered from a snapshot after its release")
-        event = self._version.gathering.start(piece, place)
+        return self._version
+
+    def _note(self, event: Event) -> Event:
+        assert self._version is not None
         self._version.last_gather = event
         return event
 
@@ -124,6 +134,10 @@ class PinnedReceiver:
     @property
     def buffers(self) -> list[Buffer]:
         return self._ring.memory.buffers
+
+    @property
+    def placements(self) -> None:
+        return None
 
     @property
     def offers_when_parked(self) -> Literal[False]:

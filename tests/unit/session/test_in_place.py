@@ -1,0 +1,132 @@
+"""Writers that write the parameters themselves, where these lie in shared memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import wbridge
+from tests.unit.session.job import PATIENCE_S, Job, gather, running, toys
+from wbridge.errors import UpdateAborted
+from wbridge.staging.in_place import InPlaceReceiver
+from wbridge.transport.unix_endpoint import SharedMemoryEndpoint
+
+pytestmark = pytest.mark.anyio
+ENGINES = {"engine-0": 2, "engine-1": 1}
+SHARED = {"transport": "shared_memory"}
+
+
+def stagings(job: Job) -> list[type]:
+    return [type(receiver._rollout._engine._context.staging) for receiver in job.receivers]
+
+
+@pytest.mark.parametrize("mode", ["sync", "sender_overlap"])
+@pytest.mark.parametrize("trainer_dtype", [torch.float32, torch.bfloat16, torch.float64])
+async def test_versions_are_written_into_shared_parameters(
+    mode: str, trainer_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    jobs = toys(2, ENGINES, trainer_dtype=trainer_dtype, rollout_dtype=torch.bfloat16)
+    for rollout in jobs[1]:
+        wbridge.share_memory(rollout.parameters.values())
+    addresses = [t.data_ptr() for rollout in jobs[1] for t in rollout.parameters.values()]
+    async with running(tmp_path, mode, engines=ENGINES, toys_of=jobs, **SHARED) as job:
+        assert stagings(job) == [InPlaceReceiver] * 3
+        for version in (1, 2, 3):
+            await job.update(version)
+            assert job.holds(version)
+    assert addresses == [t.data_ptr() for rollout in jobs[1] for t in rollout.parameters.values()]
+
+
+@pytest.mark.parametrize("reason", ["pinned", "not all shared", "checksums"])
+async def test_otherwise_bytes_pass_through_slots(reason: str, tmp_path: Path) -> None:
+    jobs = toys(2, ENGINES)
+    for rollout in jobs[1]:
+        shared = dict(rollout.parameters)
+        if reason == "not all shared":
+            del shared["norm"]
+        wbridge.share_memory(shared.values())
+    mode = "async" if reason == "pinned" else "sync"
+    checksum = "on" if reason == "checksums" else "auto"
+    async with running(tmp_path, mode, engines=ENGINES, toys_of=jobs, checksum=checksum, **SHARED) as job:
+        assert InPlaceReceiver not in stagings(job)
+        await job.update(1)
+        assert job.holds(1)
+
+
+async def test_an_abort_in_the_middle_taints_until_the_writer_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows how much was written, so the engine has no version until a whole one has come."""
+    jobs = toys(1, {"engine-0": 1})
+    wbridge.share_memory(jobs[1][0].parameters.values())
+    async with running(tmp_path, "sync", engines={"engine-0": 1}, toys_of=jobs, **SHARED) as job:
+        await job.update(1)
+        fill, reached, go_on = SharedMemoryEndpoint.fill, anyio.Event(), anyio.Event()
+
+        async def hang(self: SharedMemoryEndpoint, remote: Any, write: Any) -> None:
+            async def write_and_hang(window: Any) -> bytes:
+                notify = await write(window)
+                reached.set()
+                with anyio.CancelScope(shield=True):
+                    await go_on.wait()
+                return notify
+
+            await fill(self, remote, write_and_hang)
+
+        monkeypatch.setattr(SharedMemoryEndpoint, "fill", hang)
+        errors = []
+
+        async def send() -> None:
+            try:
+                await job.send(2)
+            except UpdateAborted as exc:
+                errors.append(exc)
+
+        async def poll() -> None:
+            with pytest.raises(UpdateAborted, match="tainted|midway"):
+                await job.receivers[0].poll_requests(wait_s=PATIENCE_S)
+
+        async def abort() -> None:
+            await reached.wait()
+            epoch = job.senders[0]._trainer._epoch
+            for publication in tuple(epoch._unfinished):
+                epoch._post(AbortTicket(publication.ticket, "the test aborts it"))
+            await anyio.wait_all_tasks_blocked()
+
+        from wbridge.flow.messages import AbortTicket
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            tasks.start_soon(poll)
+            await abort()
+            while not job.receivers[0]._rollout._tainted:
+                await anyio.sleep(0.001)
+            with pytest.raises(UpdateAborted), job.receivers[0].step():
+                pass
+            go_on.set()
+        monkeypatch.setattr(SharedMemoryEndpoint, "fill", fill)
+        assert len(errors) == 1
+        await job.update(3)
+        assert job.holds(3)
+        assert job.receivers[0].version == 3
+
+
+async def test_sharing_keeps_objects_views_and_values() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model.tied = model[0].weight
+    tensor = torch.arange(12.0).reshape(3, 4)
+    view = tensor[1:, ::2]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weight = model[0].weight
+    wbridge.share_memory(model)
+    wbridge.share_memory([tensor, view, torch.empty(0)])
+    assert model[0].weight is weight is model.tied
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    view.fill_(-1.0)
+    assert torch.equal(tensor[1:, ::2], torch.full((2, 2), -1.0)), "views of one storage stay views of one"
+    with pytest.raises(wbridge.ConfigError, match="meta"):
+        wbridge.share_memory([torch.empty(3, device="meta")])
