@@ -103,7 +103,7 @@ def measure_mode(settings: Settings) -> dict[str, float]:
     sends = [cost for report in trainers for _, _, cost in report.sends]
     polls = [cost for report in rollouts for _, _, cost in measured(report, trainers)]
     shard_copies = [cost for report in trainers for cost in report.copies]
-    ring_copies = [cost for report in rollouts for cost in report.copies]
+    ring_copies = [cost for report in rollouts for _, cost in report.copies]
     agst_s, ewtt_s = per_version(trainers, rollouts)
     return {
         "trainer_stall_ratio": median_ms(c.wall_s for c in sends) / median_ms(c.wall_s for c in shard_copies),
@@ -115,17 +115,30 @@ def measure_mode(settings: Settings) -> dict[str, float]:
         **described("trainer_copy", shard_copies),
         **described("rollout_stall", polls),
         **described("rollout_copy", ring_copies),
+        "rollout_slowest_copy_ms": median_ms(slowest_copies(rollouts)),
     }
 
 
 def described(name: str, costs: list[Cost]) -> dict[str, float]:
-    """What lies beside a wall time: CPU time of the calling thread and of its process, and lost slices."""
+    """What lies beside a wall time: CPU time of the calling thread and of its process, and how the process
+    competed for cores."""
     return {
         f"{name}_ms": median_ms(cost.wall_s for cost in costs),
         f"{name}_thread_cpu_ms": median_ms(cost.thread_cpu_s for cost in costs),
         f"{name}_process_cpu_ms": median_ms(cost.process_cpu_s for cost in costs),
         f"{name}_switches": statistics.median(cost.num_switches for cost in costs),
+        f"{name}_queued_ms": median_ms(cost.queued_s for cost in costs),
     }
+
+
+def slowest_copies(rollouts: list[RolloutReport]) -> list[float]:
+    """Each engine's slowest bare copy after each update: in lockstep, all its workers wait for that one."""
+    found: dict[tuple[int, int], float] = {}
+    for report in rollouts:
+        for version, cost in report.copies:
+            key = report.engine, version
+            found[key] = max(found.get(key, 0.0), cost.wall_s)
+    return list(found.values())
 
 
 def run(settings: Settings) -> tuple[list[TrainerReport], list[RolloutReport]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,6 +24,8 @@ class Cost:
     process_cpu_s: float
     num_switches: int
     """How often the scheduler took the core away from a thread of this process that wanted to go on."""
+    queued_s: float
+    """How long threads of this process could have run and had no core, all together."""
 
     @property
     def wall_s(self) -> float:
@@ -29,6 +33,7 @@ class Cost:
 
 
 def measure(work: Callable[[], T]) -> tuple[T, Cost]:
+    queued_s = _queued_s()
     process, thread = _usage()
     begin_s = time.perf_counter()
     result = work()
@@ -40,11 +45,21 @@ def measure(work: Callable[[], T]) -> tuple[T, Cost]:
         thread_cpu_s=_cpu_s(thread_after) - _cpu_s(thread),
         process_cpu_s=_cpu_s(process_after) - _cpu_s(process),
         num_switches=process_after.ru_nivcsw - process.ru_nivcsw,
+        queued_s=_queued_s() - queued_s,
     )
 
 
 def _usage() -> tuple[resource.struct_rusage, resource.struct_rusage]:
     return resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_THREAD)
+
+
+def _queued_s() -> float:
+    """What the scheduler knows of all threads; those that end during a measurement are few."""
+    found = []
+    for status in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.append(int(status.read_text().split()[1]))
+    return sum(found) / 1e9
 
 
 def _cpu_s(usage: resource.struct_rusage) -> float:

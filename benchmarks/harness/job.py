@@ -93,8 +93,8 @@ class RolloutReport:
     rank: int
     polls: list[tuple[int, float, Cost]] = field(default_factory=list)
     """Version, seconds that other polls for it took before, cost of the poll that applied it."""
-    copies: list[Cost] = field(default_factory=list)
-    """Bare copies from a ring in host memory to the parameters."""
+    copies: list[tuple[int, Cost]] = field(default_factory=list)
+    """Version, cost of a bare copy from a ring in host memory to parameters after its update."""
     steps: list[tuple[float, int]] = field(default_factory=list)
     """When a step ended, and the version it ran with; -1 before the first."""
     is_whole: bool = True
@@ -117,7 +117,7 @@ def run_job(settings: Settings, trainer: Role, rollout: Role) -> list[Any]:
         settings = Settings(**{**settings.__dict__, "directory": directory})
         channels = Channels(settings)
         num_rollouts = settings.num_engines * settings.tensor_parallel
-        context = multiprocessing.get_context(START_METHOD)
+        context: Any = multiprocessing.get_context(START_METHOD)
         roles = [(trainer, rank) for rank in range(settings.num_trainers)]
         roles += [(rollout, number) for number in range(num_rollouts)]
         processes = [

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import tempfile
 import venv
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def _mode(python: str, scripts: Path, mode: str, nap_s: float) -> dict[str, floa
     awake = _updates(python, scripts, mode, 0.0)
     if awake is None:
         return {}
-    found = {"ewtt_ms": statistics.median(awake["ewtt_ms"]), "agst_ms": _agst_ms(awake)}
+    found = {"ewtt_ms": _median(awake["ewtt_ms"]), "agst_ms": _agst_ms(awake)}
     if mode == "async" and (beside := _updates(python, scripts, mode, nap_s)) is not None:
         polls = [_neighbour_poll_ms(run) for run in (awake, beside)]
         sends = [run["send_block_ms"][2] for run in (awake, beside)]
@@ -74,7 +75,7 @@ def _agst_ms(run: dict[str, Any]) -> float:
     polls = [stalls for _, stalls in run["recv_block_by_rank"]]
     num_workers = TRAINERS + len(polls)
     versions = zip(run["send_block_ms"], *polls, strict=True)
-    return statistics.median((TRAINERS * send + sum(stalls)) / num_workers for send, *stalls in versions)
+    return _median((TRAINERS * send + sum(stalls)) / num_workers for send, *stalls in versions)
 
 
 def _neighbour_poll_ms(run: dict[str, Any]) -> float:
@@ -82,7 +83,11 @@ def _neighbour_poll_ms(run: dict[str, Any]) -> float:
     stalls = [
         stall for name, stalls in run["recv_block_by_rank"] if name.startswith("(0,") for stall in stalls
     ]
-    return statistics.median(stalls)
+    return _median(stalls)
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(statistics.median(values))
 
 
 def _run(command: list[str]) -> str:

@@ -46,7 +46,7 @@ def follow(
         if leaves(report, step, channels):
             return
         if step == copy_step:
-            report.copies.append(bare.run())
+            report.copies.append((receiver.version or 0, bare.run()))
         update, cost = measure(receiver.poll_requests)
         if update is None:
             asked_s += cost.wall_s
