@@ -1,4 +1,4 @@
-"""The project's sessions; all but `minimal` share one environment, built by whichever runs first."""
+"""The project's sessions; but for `minimal` and `sanitize` they share an environment, built by the first."""
 
 from __future__ import annotations
 
@@ -74,11 +74,28 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv")
 def minimal(session: nox.Session) -> None:
-    """Install without extras: importing works, what is missing says how to get it, and loopback runs."""
-    session.install("-e", ".", "--group", "test", *CONSTRAINTS)
-    works_without = ("unit/test_package.py", "process/test_without_extras.py", "docs/test_code_blocks.py")
+    """Install without extras or a compiler: what is missing says how to get it, and loopback runs."""
+    session.install("-e", ".", "--group", "test", *CONSTRAINTS, env={"CXX": "false"})
+    works_without = (
+        "unit/test_package.py", "unit/device", "unit/native", "process/test_without_extras.py",
+        "docs/test_code_blocks.py",
+    )  # fmt: skip
     session.run("python", "-m", "pytest", *(f"tests/{path}" for path in works_without))
     session.run("python", "-m", "pytest", "tests/conformance", "-k", "loopback")
+
+
+@nox.session(venv_backend="virtualenv")
+def sanitize(session: nox.Session) -> None:
+    """Build the native extension with the address and undefined-behaviour sanitizers, and run its tests."""
+    session.install("-C", "cmake.define.WBRIDGE_SANITIZE=ON", ".", "--group", "test", *CONSTRAINTS)
+    # The sanitizers must be there before Python is, and see the C++ library to follow its exceptions.
+    names = ("libasan.so", "libstdc++.so")
+    found = [session.run("g++", f"-print-file-name={name}", external=True, silent=True) for name in names]
+    preloaded = ":".join(os.path.realpath(str(path).strip()) for path in found)
+    # Python itself keeps memory until its end.
+    env = {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    tests = session.posargs or ("tests/unit/native", "tests/unit/device")
+    session.run("python", "-m", "pytest", "-p", "no:cacheprovider", *tests, env=env)
 
 
 def run(session: nox.Session, *arguments: str) -> None:
@@ -92,6 +109,7 @@ def build_environment(session: nox.Session) -> None:
     """Build the shared environment, unless it was built from the same files."""
     stamp = SHARED / "built-from"
     inputs = [ROOT / name for name in ("pyproject.toml", "constraints.txt", "noxfile.py")]
+    inputs += sorted(path for path in (ROOT / "native").rglob("*") if path.is_file())
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in inputs)).hexdigest()
     if stamp.exists() and stamp.read_text() == digest:
         return

@@ -24,7 +24,7 @@ void stream_run(char *to, const char *from, std::int64_t nbytes) {
     for (; nbytes >= line; to += line, from += line, nbytes -= line) {
         const auto *source = reinterpret_cast<const __m128i *>(from);
         auto *target = reinterpret_cast<__m128i *>(to);
-        _mm_prefetch(from + prefetch_nbytes, _MM_HINT_NTA);
+        if (nbytes > prefetch_nbytes) _mm_prefetch(from + prefetch_nbytes, _MM_HINT_NTA);
         const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
         const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
         _mm_stream_si128(target, a);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from wbridge.device.copy import Block, build_gather, build_scatter, gather, scat
 from wbridge.device.cpu import CallerStream, CpuBuffer, CpuDevice
 from wbridge.device.mirror import Mirror
 from wbridge.errors import LayoutError
+from wbridge.native.extension import why_missing
 
 STREAM = CallerStream()
 DTYPES = (
@@ -179,6 +181,23 @@ def test_a_block_that_does_not_fit_its_slot_is_named(slot_offset: int, message: 
     copies = build_gather([Block("p", (4,), 0, (1,), "float32", slot_offset, (1,))], {"p": torch.zeros(4)})
     with pytest.raises(LayoutError, match=f"p: .*{message}"):
         copies.run(CpuBuffer(16, "pinned"), 0)
+
+
+@pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
+def test_what_python_does_for_a_copy_does_not_grow_with_its_tensors() -> None:
+    def num_calls(num_tensors: int) -> int:
+        tensors = {f"p{k}": torch.ones(4) for k in range(num_tensors)}
+        blocks = [Block(f"p{k}", (4,), 0, (1,), "float32", 16 * k, (1,)) for k in range(num_tensors)]
+        copies, buffer, events = build_gather(blocks, tensors), CpuBuffer(16 * num_tensors, "pinned"), []
+        copies.run(buffer, 0)  # the first run into a slot checks that all fits
+        sys.setprofile(lambda *event: events.append(event))
+        try:
+            copies.run(buffer, 0)
+        finally:
+            sys.setprofile(None)
+        return len(events)
+
+    assert num_calls(3000) <= num_calls(300) < 100
 
 
 def test_a_mirror_keeps_values_and_strides_and_does_not_follow_the_original() -> None:

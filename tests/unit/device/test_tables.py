@@ -108,7 +108,7 @@ def test_casts_round_like_torch_on_every_value(table: type[Table], pair: tuple[t
 
 @pytest.mark.parametrize("into_slot", [True, False])
 def test_native_equals_its_twin_past_the_caches(into_slot: bool) -> None:
-    """Large enough to be written around the caches, which takes whole lines: these start and end inside one."""
+    """Written around the caches, which takes whole lines: these rows start and end inside one."""
     rows = [
         Row(random_bits(5 + 1000 * 5000, torch.bfloat16, 1), (1000, 4501), 5, (5000, 1), torch.bfloat16, 6,
             (4501, 1)),
