@@ -20,7 +20,7 @@ import platform
 import secrets
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +34,7 @@ from benchmarks.harness.rollout import run_rollout  # noqa: E402
 from benchmarks.harness.trainer import run_trainer  # noqa: E402
 from benchmarks.links.hosts import Host, open_hosts, why_not  # noqa: E402
 from benchmarks.links.jobs import Placed, measure_links  # noqa: E402
-from benchmarks.modes import per_version, staleness  # noqa: E402
+from benchmarks.modes import per_version, slowest_copies, staleness  # noqa: E402
 from wbridge.cli.measure import measure_copies  # noqa: E402
 from wbridge.config import Config  # noqa: E402
 from wbridge.plan.advise import MODES, Prediction, Speeds, Steps, predict  # noqa: E402
@@ -118,8 +118,8 @@ def compare(settings: Settings, hosts: Mapping[str, Host], speeds: Speeds) -> di
     job = load_of_job(settings)
     speeds = msgspec.structs.replace(
         speeds,
-        snapshot_gb_s=copied_gb_s(job.shard_nbytes, trainers),
-        apply_gb_s=copied_gb_s(job.ingress_nbytes, rollouts),
+        snapshot_gb_s=gb_s(job.shard_nbytes, (copy.wall_s for told in trainers for copy in told.copies)),
+        apply_gb_s=gb_s(job.ingress_nbytes, slowest_copies(rollouts)),  # an engine waits for all its workers
     )
     told = predict(settings.mode, job, speeds, measured_steps(trainers, rollouts), Config())
     return {
@@ -133,8 +133,8 @@ def compare(settings: Settings, hosts: Mapping[str, Host], speeds: Speeds) -> di
     }
 
 
-def copied_gb_s(nbytes: int, reports: Sequence[TrainerReport | RolloutReport]) -> float:
-    return nbytes / statistics.median(copy.wall_s for report in reports for copy in report.copies) / 1e9
+def gb_s(nbytes: int, times_s: Iterable[float]) -> float:
+    return nbytes / statistics.median(times_s) / 1e9
 
 
 def load_of_job(settings: Settings) -> Load:

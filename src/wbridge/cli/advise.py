@@ -61,7 +61,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     speeds.add_argument("--serve-link", action="store_true", help="be the other host of one --link")
 
     choice = command.add_argument_group("the choice")
-    choice.add_argument("--ring-sizes", default="0", help="values of num_slots, as in 0,4,8; 0 is automatic")
+    choice.add_argument("--ring-sizes", default="0", help="values of num_slots, as in 0,4,8; 0: as set")
     choice.add_argument("--max-staleness", type=float, default=math.inf, help="versions")
     choice.add_argument("--max-host-gb", type=float, default=math.inf, help="host memory of one worker")
     choice.add_argument("--json", action="store_true", help="print a JSON object")

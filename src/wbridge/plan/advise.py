@@ -15,7 +15,7 @@ import msgspec
 from wbridge.config import Config
 from wbridge.errors import ConfigError
 from wbridge.plan.loads import Load
-from wbridge.plan.schedule import DIRECT_SLOTS
+from wbridge.plan.schedule import ring_slots
 
 MODES: dict[str, tuple[bool, bool]] = {
     "sync": (False, False),
@@ -152,9 +152,11 @@ def advise(
 def predict(
     name: str, load: Load, speeds: Speeds, steps: Steps, config: Config, *, num_slots: int = 0
 ) -> Prediction:
-    """Predict one mode. `num_slots` 0: automatic, as in the settings."""
+    """Predict one mode. `num_slots` 0: as in the settings."""
     case = _Case(name, load, speeds, steps, config, num_slots)
     trainer_stall_s = case.trainer_stall_s
+    if case.trainer_pinned and config.delivery == "every":  # nothing is skipped: snapshots run out
+        trainer_stall_s = max(trainer_stall_s, case.shortest_cycle_s - steps.train_s)
     period_s = steps.train_s + trainer_stall_s
     cycle_s = max(period_s, case.shortest_cycle_s) if case.trainer_pinned else period_s
     rollout_stall_s = case.update_stall_s + speeds.poll_s * cycle_s / steps.rollout_s
@@ -189,8 +191,8 @@ class _Case:
     ) -> None:
         self._load, self._speeds, self._steps, self._config = load, speeds, steps, config
         self.trainer_pinned, self.rollout_pinned = MODES[name]
-        automatic = load.num_groups if self.rollout_pinned else min(DIRECT_SLOTS, load.num_groups)
-        self.slots = num_slots or automatic
+        wanted = msgspec.structs.replace(config, num_slots=num_slots or config.num_slots)
+        self.slots = ring_slots(wanted, load.num_groups, "pinned" if self.rollout_pinned else "direct")
         self._holds_all = self.rollout_pinned and self.slots >= load.num_groups
         self._grant_s = GRANT_ROUNDS * speeds.round_s
         self._commit_s = APPLY_ROUNDS * speeds.round_s

@@ -70,6 +70,19 @@ def test_one_snapshot_makes_the_trainer_wait_for_the_transfer() -> None:
     assert found.applied > 0.98
 
 
+def test_every_version_makes_the_trainer_as_slow_as_the_transfer() -> None:
+    found = by_name(Config(delivery="every"))["async"]
+    assert found.applied == 1
+    assert 1 / found.train_steps_per_s == pytest.approx(1.28 + 0.01 + 0.0064, rel=0.05)
+
+
+def test_settings_choose_the_ring_unless_a_size_is_asked_for() -> None:
+    config = Config(num_slots=8)
+    assert predict("async", load(), speeds(), STEPS, config).num_slots == 8
+    assert predict("async", load(), speeds(), STEPS, config, num_slots=4).num_slots == 4
+    assert predict("async", load(), speeds(), STEPS, config, num_slots=400).num_slots == load().num_groups
+
+
 def test_a_ring_smaller_than_a_version_gives_back_part_of_the_overlap() -> None:
     stalls = [
         predict("async", load(), speeds(), STEPS, CONFIG, num_slots=slots).rollout_stall_s
