@@ -14,6 +14,7 @@ import msgspec
 from wbridge import __version__, native
 from wbridge.cli.table import print_table
 from wbridge.errors import WBridgeError
+from wbridge.native.extension import num_copy_threads, why_missing
 from wbridge.transport.host import host_identity
 
 _UCX_LIBRARY = re.compile(r"\S+/libucp\S*\.so\S*")
@@ -31,7 +32,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def run(options: argparse.Namespace) -> int:
-    findings = [_packages(), _host(), _hosts(), _rdma(), _gpu()]
+    findings = [_packages(), _copies(), _host(), _hosts(), _rdma(), _gpu()]
     verdicts = {True: "ok", False: "missing", None: "absent"}
     print_table(("what", "verdict", "detail"), ((f.subject, verdicts[f.ok], f.detail) for f in findings))
     return 1 if any(finding.ok is False for finding in findings) else 0
@@ -42,6 +43,14 @@ def _packages() -> Finding:
     return Finding(
         "wbridge", True, f"{__version__} on Python {platform.python_version()}, {', '.join(found)}"
     )
+
+
+def _copies() -> Finding:
+    """Without the extension torch copies each tensor by itself."""
+    missing = why_missing()
+    if missing is None:
+        return Finding("copies", True, f"native, up to {num_copy_threads()} threads each")
+    return Finding("copies", None, f"slow for many small or transposed tensors: {missing}")
 
 
 def _host() -> Finding:

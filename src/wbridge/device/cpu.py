@@ -14,6 +14,7 @@ from wbridge.device.base import Event, MemoryKind
 from wbridge.device.memory import ForeignMemory, HostMemory
 from wbridge.device.wakeup import Wakeup
 from wbridge.errors import EndpointClosed
+from wbridge.native.extension import set_copy_threads
 
 _MAX_HELD: Final = 64
 
@@ -26,9 +27,14 @@ class CpuDevice:
     (and the stream's name) lets some of it run inside a `submit`: the order of everything is then
     the same in every run, and work is as late as a real device may make it. At most `max_held`
     submissions are held back.
+
+    A large copy shares its work with `copy_threads` - 1 threads that all devices of the process have in
+    common; 0 leaves the bound as it is.
     """
 
-    def __init__(self, *, seed: int | None = None, max_held: int = _MAX_HELD) -> None:
+    def __init__(self, *, seed: int | None = None, max_held: int = _MAX_HELD, copy_threads: int = 0) -> None:
+        if copy_threads:
+            set_copy_threads(copy_threads)
         self._seed = seed
         self._max_held = max_held
         self._lock = threading.Lock()

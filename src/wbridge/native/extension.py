@@ -37,8 +37,18 @@ def table_type() -> type[Table]:
     return table
 
 
+def num_copy_threads() -> int:
+    """Return how many threads one native copy uses at most, the calling one included."""
+    num_threads: int = _load().num_threads()
+    return num_threads
+
+
 def set_copy_threads(num_threads: int) -> None:
-    """Bound the threads of one copy, the calling one included. Without the extension, torch decides."""
+    """Bound the threads of one native copy, the calling one included, in the whole process.
+
+    They start with the first large copy and sleep between copies. At first the bound is the number of
+    cores, but at most 4. Without the extension this does nothing: torch copies with threads of its own.
+    """
     if why_missing() is None:
         _load().set_num_threads(num_threads)
 

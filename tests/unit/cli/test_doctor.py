@@ -32,6 +32,23 @@ def test_what_is_missing_comes_with_its_remedy(
     assert report["wbridge"].startswith("ok")
 
 
+@pytest.mark.parametrize("missing", [None, "the extension was not built; install wbridge again"])
+def test_copies_without_the_extension_are_called_slow(
+    missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "why_missing", lambda: missing)
+    monkeypatch.setattr(doctor, "num_copy_threads", lambda: 3)
+
+    finding = doctor._copies()
+
+    assert finding.ok is (True if missing is None else None)
+    assert finding.detail == (
+        "native, up to 3 threads each"
+        if missing is None
+        else f"slow for many small or transposed tensors: {missing}"
+    )
+
+
 @pytest.mark.parametrize(("plugin", "ok"), [("libuct_ib.so.0", True), ("libuct_cma.so.0", None)])
 def test_rdma_is_told_by_the_plugin_beside_the_library(
     plugin: str, ok: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

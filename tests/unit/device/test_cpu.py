@@ -13,6 +13,7 @@ from wbridge.device.copy import Block, build_gather, build_scatter, gather, scat
 from wbridge.device.cpu import CpuDevice
 from wbridge.device.select import open_device
 from wbridge.errors import ConfigError, EndpointClosed, NativeUnavailable
+from wbridge.native.extension import num_copy_threads, set_copy_threads, why_missing
 
 pytestmark = pytest.mark.anyio
 
@@ -189,6 +190,16 @@ def test_c47_a_missing_wait_before_the_source_changes_is_a_torn_update() -> None
 
 def test_a_missing_wait_after_the_apply_is_a_torn_update() -> None:
     assert all(_is_torn(seed, wait_for_gather=True, wait_for_scatter=False) for seed in SEEDS)
+
+
+@pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
+def test_the_device_bounds_the_threads_of_a_copy() -> None:
+    before = num_copy_threads()
+    open_device("cpu", copy_threads=3).close()
+    assert num_copy_threads() == 3
+    open_device("cpu").close()
+    assert num_copy_threads() == 3
+    set_copy_threads(before)
 
 
 def test_buffers_of_all_sizes_share_bytes_between_view_and_tensor(device: CpuDevice) -> None:

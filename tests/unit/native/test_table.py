@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wbridge.native.extension import set_copy_threads, table_type, why_missing
+from wbridge.native.extension import num_copy_threads, set_copy_threads, table_type, why_missing
 
 pytestmark = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 
@@ -138,6 +138,7 @@ def test_large_copies_are_cut_and_counted() -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_copies_from_many_threads_share_the_helpers(num_threads: int) -> None:
     """Every caller gets its own bytes, whoever copied them; a bound of one means no helper takes part."""
+    before = num_copy_threads()
     set_copy_threads(num_threads)
     try:
         sources = [bytearray([k + 1]) * (4 * 2**20) for k in range(4)]
@@ -156,7 +157,7 @@ def test_copies_from_many_threads_share_the_helpers(num_threads: int) -> None:
             thread.join()
         assert slots == sources
     finally:
-        set_copy_threads(2)
+        set_copy_threads(before)
     with pytest.raises(ValueError, match="at least one thread"):
         set_copy_threads(0)
 
