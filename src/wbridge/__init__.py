@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from wbridge import testing as testing
     from wbridge.config import Config as Config
     from wbridge.config import Mode as Mode
+    from wbridge.control.messages import Difference as Difference
+    from wbridge.control.messages import EngineCheck as EngineCheck
+    from wbridge.control.messages import Unverifiable as Unverifiable
+    from wbridge.control.messages import Verification as Verification
     from wbridge.device.sharing import share_memory as share_memory
     from wbridge.errors import AuthenticationError as AuthenticationError
     from wbridge.errors import BarrierTimeout as BarrierTimeout
@@ -52,7 +56,9 @@ _HOMES = {
     "ConfigError": "wbridge.errors",
     "CoverageError": "wbridge.errors",
     "Delivery": "wbridge.session.sender",
+    "Difference": "wbridge.control.messages",
     "EndpointClosed": "wbridge.errors",
+    "EngineCheck": "wbridge.control.messages",
     "EngineStatus": "wbridge.flow.standings",
     "InternalError": "wbridge.errors",
     "LayoutError": "wbridge.errors",
@@ -70,8 +76,10 @@ _HOMES = {
     "SourceMap": "wbridge.layout.source_map",
     "Target": "wbridge.session.endpoints",
     "TensorSpec": "wbridge.layout.source_map",
+    "Unverifiable": "wbridge.control.messages",
     "Update": "wbridge.session.updates",
     "UpdateAborted": "wbridge.errors",
+    "Verification": "wbridge.control.messages",
     "VersionSpan": "wbridge.session.requests",
     "WBridgeError": "wbridge.errors",
     "WorkerId": "wbridge.ids",
@@ -87,7 +95,9 @@ __all__ = [
     "ConfigError",
     "CoverageError",
     "Delivery",
+    "Difference",
     "EndpointClosed",
+    "EngineCheck",
     "EngineStatus",
     "InternalError",
     "LayoutError",
@@ -105,8 +115,10 @@ __all__ = [
     "SourceMap",
     "Target",
     "TensorSpec",
+    "Unverifiable",
     "Update",
     "UpdateAborted",
+    "Verification",
     "VersionSpan",
     "WBridgeError",
     "WorkerId",

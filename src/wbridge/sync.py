@@ -22,6 +22,7 @@ from wbridge.session.script import drive_blocking
 from wbridge.session.steps import Step
 from wbridge.session.trainer import Trainer
 from wbridge.session.updates import Metadata, RolloutHooks, Update
+from wbridge.session.verification import Verification
 
 _WAIT_S = 3600.0
 """`updates()` asks again after this time; any value will do."""
@@ -60,6 +61,10 @@ class SenderAdapter:
     ) -> None:
         """See `wbridge.SenderAdapter.reconfigure`. An interrupt counts as a cancellation."""
         drive_blocking(self._trainer.reconfigure(mode, delivery, timeout_s))
+
+    def verify(self) -> Verification:
+        """See `wbridge.SenderAdapter.verify`. An interrupt counts as a cancellation."""
+        return drive_blocking(self._trainer.verify())
 
     @property
     def epoch(self) -> Epoch | None:

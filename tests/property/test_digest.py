@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +17,7 @@ from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, ParameterSpec, SourceMap, TensorSpec
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "int8", "float64", "bool", "float8_e4m3fn"])
+NARROW = st.sampled_from(["bfloat16", "float16", "float8_e5m2"])
 
 
 def held(region: Region, checkpoint: torch.Tensor) -> torch.Tensor:
@@ -66,7 +69,7 @@ def test_parts_add_up(num_elements: int, cuts: set[int], dtype: str) -> None:
     places = [0, *sorted(cut for cut in cuts if cut < num_elements), num_elements]
     parts = [
         Part("k", "w", "p", (stop - start,), Strided(start, (1,)), Strided(start, (1,)), dtype)
-        for start, stop in zip(places, places[1:], strict=False)
+        for start, stop in itertools.pairwise(places)
     ]
     digester = Digester(parts[::-1], {"p": tensor})
     digester.run()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from wbridge.control.messages import EpochStart, Join, Message
+from wbridge.control.messages import Digested, EpochStart, Join, Keyed, Message, Verified, Verify
 from wbridge.errors import ProtocolError
 
 HEADER_NBYTES = 4
 MAX_FRAME_NBYTES = 256 * 2**20
-"""Bound of the two frames that carry maps and plans."""
+"""Bound of the frames that carry maps, plans and digests."""
 MAX_SMALL_NBYTES = 2**20
 """Bound of every other frame."""
 MAX_UNAUTHENTICATED_NBYTES = 4 * 2**10
@@ -59,6 +59,8 @@ def decode(body: bytes) -> Message:
 
 
 def _check_nbytes(message: Message, nbytes: int) -> None:
-    limit = MAX_FRAME_NBYTES if isinstance(message, Join | EpochStart) else MAX_SMALL_NBYTES
+    content = message.message if isinstance(message, Keyed) else message
+    is_large = isinstance(content, Join | EpochStart | Verify | Digested | Verified)
+    limit = MAX_FRAME_NBYTES if is_large else MAX_SMALL_NBYTES
     if nbytes > limit:
         raise ProtocolError(f"{type(message).__name__} takes {nbytes} bytes, at most {limit} are allowed")

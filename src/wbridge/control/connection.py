@@ -15,7 +15,7 @@ from anyio.streams.tls import TLSStream
 from wbridge import errors
 from wbridge.control import codec
 from wbridge.control.auth import authenticate_client, authenticate_server
-from wbridge.control.messages import Message, Reconfigured, Rejected
+from wbridge.control.messages import Message, Reconfigured, Rejected, Verified
 from wbridge.errors import ConfigError, EndpointClosed, PeerLost, ProtocolError, WBridgeError
 
 HANDSHAKE_S = 10.0
@@ -145,7 +145,7 @@ class Connection:
         return PeerLost(f"{self._remote} is gone: {reason}")
 
 
-def rebuild_error(message: Rejected | Reconfigured) -> WBridgeError:
+def rebuild_error(message: Rejected | Reconfigured | Verified) -> WBridgeError:
     """Return the error that the peer names; an unknown class is the root."""
     kind = getattr(errors, message.error, WBridgeError)
     if not (isinstance(kind, type) and issubclass(kind, WBridgeError)):

@@ -14,18 +14,21 @@ from wbridge.config import Config
 from wbridge.control.membership import Member, Membership
 from wbridge.control.messages import (
     Committed,
+    Digested,
     EpochLive,
     EpochReady,
     Keyed,
     Reconfigure,
     Rejected,
     StatusReply,
+    Verify,
     WorkerLost,
 )
 from wbridge.control.planning import Roster, Slices, build_slices, epoch_start, joined_of
 from wbridge.control.publishing import Cohort, Publishing
 from wbridge.control.reconfiguring import Reconfiguring
-from wbridge.errors import BarrierTimeout, WBridgeError
+from wbridge.control.verification import Verifying
+from wbridge.errors import BarrierTimeout, UpdateAborted, WBridgeError
 from wbridge.flow.standings import EngineStatus, Standings
 from wbridge.ids import Epoch
 
@@ -54,6 +57,7 @@ class Epochs:
         self._opening: Cohort | None = None
         self._live: Publishing | None = None
         self._planned: tuple[Roster, Slices] | None = None
+        self._verifying = Verifying()
         self.phase: Phase = "forming"
 
     @property
@@ -81,7 +85,11 @@ class Epochs:
         """
         live = self._live
         if live is not None and live.cohort.epoch == keyed.epoch and member in live.cohort.members:
-            live.receive(member, keyed.message)
+            if isinstance(keyed.message, Verify | Digested):
+                timeout_s = self._config.update_timeout_s
+                self._verifying.receive(member, keyed.message, live.cohort, timeout_s=timeout_s)
+            else:
+                live.receive(member, keyed.message)
 
     def lose(self, member: Member, reason: str) -> None:
         """A member is gone, or leaves. Everybody it worked with is told."""
@@ -94,6 +102,7 @@ class Epochs:
             self._live.cohort.lost.add(member)
             self._live.cohort.tell(WorkerLost(member.worker, reason))
             self._live.lose(member, reason)
+            self._verifying.lose(member, reason)
         self._settings.lose(member, reason)
         self.changed()
 
@@ -126,6 +135,7 @@ class Epochs:
     async def run(self) -> None:
         """Run until cancelled."""
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._verifying.run)
             while True:
                 self.phase = "live" if self._live is not None else "forming"
                 roster = await self._form()
@@ -251,6 +261,7 @@ class Epochs:
             for member in live.cohort.roster.engines[engine]:
                 self.reject(member, error)
         live.stop()
+        self._verifying.refuse(UpdateAborted("members or settings have changed; verify again"))
         self._next_ticket = live.next_ticket
         self._live = None
         self._idle_since_s = anyio.current_time()

@@ -204,6 +204,90 @@ class StatusReply(_Frame, frozen=True):
     waiting_for: tuple[str, ...]
 
 
+# Verification, in `Keyed` frames: trainer ranks and rollout workers <-> coordinator -----------------
+
+Sums: TypeAlias = dict[str, dict[str, int]]
+"""For each receiver and checkpoint tensor, the sum of its elements' digests, mod 2^64."""
+
+CheckOutcome = Literal["equal", "different", "unverifiable", "other_version", "tainted", "lost"]
+
+
+class Verify(_Frame, frozen=True):
+    """A rank's digests of what it would send now. `version` is the last that it published."""
+
+    call: int
+    version: int | None
+    sums: Sums
+
+
+class TakeDigest(_Frame, frozen=True):
+    """Coordinator -> every rollout worker: all ranks have asked."""
+
+    round: int
+
+
+class Unverifiable(msgspec.Struct, frozen=True):
+    """A checkpoint tensor that a worker cannot be compared for."""
+
+    worker: WorkerId
+    tensor: str
+    reason: str
+
+
+class Digested(_Frame, frozen=True):
+    """A rollout worker's digests of its live parameters, or why there are none."""
+
+    round: int
+    version: int | None
+    sums: dict[str, int] = {}
+    unverifiable: tuple[Unverifiable, ...] = ()
+    failed: str = ""
+    is_tainted: bool = False
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A checkpoint tensor whose elements on a worker are not those that the trainers hold."""
+
+    worker: WorkerId
+    tensor: str
+
+
+class EngineCheck(msgspec.Struct, frozen=True):
+    """What `verify()` found on one engine.
+
+    `unverifiable`: all that can be compared is equal, but not everything can be, or nothing, for `reason`.
+    """
+
+    engine: str
+    outcome: CheckOutcome
+    version: int | None = None
+    reason: str = ""
+    different: tuple[Difference, ...] = ()
+    unverifiable: tuple[Unverifiable, ...] = ()
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """The result of `verify()`: `version` is the trainer's last, compared with every engine."""
+
+    version: int | None
+    engines: tuple[EngineCheck, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Every engine holds this version, and everything on it is as the trainers have it."""
+        return all(engine.outcome == "equal" for engine in self.engines)
+
+
+class Verified(_Frame, frozen=True):
+    """The answer to a rank's `Verify` number `call`; or the class of an error, and no result."""
+
+    call: int
+    result: Verification | None
+    error: str = ""
+    message: str = ""
+    missing: tuple[str, ...] = ()
+
+
 # The frame around the update protocol --------------------------------------------------------------
 
 FlowMessage: TypeAlias = (
@@ -238,6 +322,10 @@ FlowMessage: TypeAlias = (
     | flow.WorkerApplied
     | flow.Done
     | flow.Release
+    | Verify
+    | TakeDigest
+    | Digested
+    | Verified
 )
 
 

@@ -1,4 +1,4 @@
-"""Digests of live tensors on checkpoint coordinates: sums that are equal for any two layouts of equal data."""
+"""Digests of live tensors on checkpoint coordinates: sums that are equal for any two layouts of one data."""
 
 from __future__ import annotations
 

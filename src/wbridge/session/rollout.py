@@ -11,7 +11,7 @@ import anyio.abc
 import msgspec
 
 from wbridge.config import Config
-from wbridge.control.messages import Committed, EpochStart, FlowMessage
+from wbridge.control.messages import Committed, EpochStart, FlowMessage, TakeDigest
 from wbridge.device.base import Device, Event, Stream
 from wbridge.engine.apply import Destinations
 from wbridge.engine.lockstep import Instruction, Lockstep, Written
@@ -30,6 +30,7 @@ from wbridge.session.member import Addresses
 from wbridge.session.script import Run, Script, Wait, first_done
 from wbridge.session.steps import Step, is_inside_step
 from wbridge.session.updates import RolloutHooks, Serving, Update
+from wbridge.session.verification import Respondent
 from wbridge.session.worker import Worker, load_job
 
 YIELD_S = 0.001
@@ -58,6 +59,7 @@ class Rollout:
         self._lockstep: Lockstep | None = None
         self._destinations: Destinations | None = None
         self._engine: ReceiveEngine | None = None
+        self._respondent: Respondent | None = None
         self._epoch: Epoch | None = None
         self._serve: Serve | None = None
         self._applying: Committed | None = None
@@ -288,15 +290,17 @@ class Rollout:
         await lockstep.enter(start.epoch, _leader_address(start, self._target.worker.group), config)
         self._engine, self._unsent = None, []
         await self._worker.stop_epoch()
+        tensors = destinations.tensors
         context = await open_receiver_context(
             start,
             plan,
             config,
             transport=self._worker.transports,
             device=self._worker.open_epoch_device(),
-            tensors=destinations.tensors,
+            tensors=tensors,
         )
         self._epoch = start.epoch
+        self._respondent = Respondent(self._worker.holdings(plan, tensors), self, self._worker.post)
         self._engine = ReceiveEngine(context, to_leader=lockstep.from_ring, give_up=lockstep.give_up)
         await self._worker.run_epoch(self._tasks, self._engine.run)
 
@@ -307,8 +311,11 @@ class Rollout:
             self.to_coordinator(message)
 
     async def receive(self, message: FlowMessage) -> None:
-        assert self._lockstep is not None
-        self._lockstep.from_coordinator(message)
+        assert self._lockstep is not None and self._tasks is not None
+        if isinstance(message, TakeDigest) and self._respondent is not None:
+            self._tasks.start_soon(self._respondent.answer, message)
+        else:
+            self._lockstep.from_coordinator(message)
 
     def worker_lost(self, worker: WorkerId, reason: str) -> None:
         """What it was to bring is aborted by the coordinator; what it may still write is fenced."""

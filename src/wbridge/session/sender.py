@@ -16,6 +16,7 @@ from wbridge.session.publication import Outcomes, Publication
 from wbridge.session.script import drive_async
 from wbridge.session.trainer import Trainer
 from wbridge.session.updates import Metadata
+from wbridge.session.verification import Verification
 
 
 class SenderAdapter:
@@ -93,6 +94,24 @@ class SenderAdapter:
             PeerLost: a trainer rank or the coordinator is gone.
         """
         await drive_async(self._trainer.reconfigure(mode, delivery, timeout_s))
+
+    async def verify(self) -> Verification:
+        """Compare what every engine holds with the weights as they are now; every trainer rank calls it.
+
+        Digests travel, no weights. An engine's parameters are read between two applies; steps go on
+        meanwhile. Call it before the weights change again. An engine at another version than the last one
+        sent is reported with its own, a dead one as lost. Takes up to `update_timeout_s` for the
+        other ranks to call, and as long again for the engines.
+
+        Cancelled: stops waiting; the weights may be read a little longer.
+
+        Raises:
+            BarrierTimeout: ranks or rollout workers did not answer in time; `missing` names them.
+            UpdateAborted: members or settings changed meanwhile.
+            ProtocolError: the ranks sent different versions last.
+            PeerLost: a trainer rank or the coordinator is gone.
+        """
+        return await drive_async(self._trainer.verify())
 
     @property
     def epoch(self) -> Epoch | None:

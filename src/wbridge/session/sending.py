@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import anyio
 
-from wbridge.control.messages import FlowMessage
+from wbridge.control.messages import FlowMessage, Verified
 from wbridge.device.base import Event
 from wbridge.engine.context import SenderContext
 from wbridge.engine.send import SendEngine
@@ -28,6 +28,7 @@ from wbridge.flow.messages import (
     WithdrawCall,
 )
 from wbridge.session.publication import Publication
+from wbridge.session.verification import Holdings, Verifier
 from wbridge.staging.base import Source
 
 
@@ -39,12 +40,14 @@ class SendingEpoch:
         context: SenderContext,
         engines: tuple[str, ...],
         *,
+        holdings: Holdings,
         post: Callable[[FlowMessage], None],
         submit: Callable[[Callable[[], Awaitable[None]]], Future[None]],
     ) -> None:
         self.context = context
         self.engine: SendEngine = SendEngine(context, source_free=self._source_free)
         self._engines = engines
+        self.verifier: Verifier = Verifier(holdings, post)
         self._post = post
         self._submit = submit
         self._next_call = 1
@@ -137,6 +140,8 @@ class SendingEpoch:
 
     def receive(self, message: FlowMessage) -> None:
         match message:
+            case Verified():
+                self.verifier.answer(message)
             case Announced():
                 self._announced(message)
             case Serve():
@@ -214,5 +219,6 @@ class SendingEpoch:
     def end(self, error: WBridgeError) -> None:
         """The epoch is over and nothing of it runs any more: what is unfinished fails with `error`."""
         self._ended = error
+        self.verifier.end(error)
         for publication in tuple(self._unfinished):
             self._fail(publication, error)

@@ -29,6 +29,7 @@ from wbridge.session.publication import Publication
 from wbridge.session.script import Script, Wait
 from wbridge.session.sending import SendingEpoch
 from wbridge.session.updates import MAX_METADATA_NBYTES, Metadata
+from wbridge.session.verification import Verification
 from wbridge.session.worker import Worker, load_job
 
 
@@ -52,6 +53,7 @@ class Trainer:
         self._epoch: SendingEpoch | None = None
         self._live = anyio.Event()
         self._ended: WBridgeError | None = None
+        self._last_version: int | None = None
         self.last_send: SendStats | None = None
         self.standings: Standings = Standings()
 
@@ -70,6 +72,12 @@ class Trainer:
         publication: Publication = yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
         self.last_send = SendStats(time.perf_counter() - begun_s, self.standings.lag)
         return publication
+
+    def verify(self) -> Script[Verification]:
+        after = self._worker.current_stream().record()
+        call = self._worker.loop.submit(functools.partial(self._verify, after))
+        found: Verification = yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
+        return found
 
     def reconfigure(
         self, mode: Mode | str | None, delivery: str | None, timeout_s: float | None
@@ -97,6 +105,17 @@ class Trainer:
     # The loop thread: `Role` -----------------------------------------------------------------------------
 
     async def _send(self, version: int, metadata: bytes, after: Event) -> Publication:
+        epoch = await self._live_epoch(f"version {version}")
+        publication = await epoch.send(version, metadata, after)
+        self._last_version = version
+        return publication
+
+    async def _verify(self, after: Event) -> Verification:
+        epoch = await self._live_epoch("verify()")
+        return await epoch.verifier.verify(self._last_version, after, self._config.update_timeout_s)
+
+    async def _live_epoch(self, what: str) -> SendingEpoch:
+        """Wait for a live epoch, at most `coordinator_timeout_s`."""
         timeout_s = self._config.coordinator_timeout_s
         with anyio.move_on_after(timeout_s):
             await self._live.wait()
@@ -104,10 +123,10 @@ class Trainer:
             raise self._ended
         if self._epoch is None or not self._live.is_set():
             raise PeerLost(
-                f"{self._source.worker}: version {version}: no epoch is live after {timeout_s:g} s"
+                f"{self._source.worker}: {what}: no epoch is live after {timeout_s:g} s"
                 " (coordinator_timeout_s); is the coordinator, or another trainer rank, gone?"
             )
-        return await self._epoch.send(version, metadata, after)
+        return self._epoch
 
     async def open(self, config: Config, secret: bytes, tasks: anyio.abc.TaskGroup, host: str) -> Addresses:
         self._config = config
@@ -134,6 +153,7 @@ class Trainer:
         self._epoch = SendingEpoch(
             context,
             start.engines,
+            holdings=self._worker.holdings(plan, self._source.parameters),
             post=self._post,
             submit=lambda work: self._worker.loop.submit(work).finished,
         )

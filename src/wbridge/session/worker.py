@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -33,10 +34,12 @@ from wbridge.engine.wire import DataFrame, decode
 from wbridge.errors import EndpointClosed
 from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
+from wbridge.plan.types import WorkerPlan
 from wbridge.session.endpoints import Source, Target
 from wbridge.session.member import Job, Member, Role
 from wbridge.session.portal import Call, Loop, open_loop
 from wbridge.session.script import Run, Script, Wait
+from wbridge.session.verification import Holdings
 from wbridge.transport.host import host_identity, process_token
 from wbridge.transport.select import Transports, open_transports
 
@@ -191,6 +194,11 @@ class Worker:
         """The device whose streams and buffers belong to the epoch that starts."""
         self._epoch_device = self._given_device or open_device(self._device_type)
         return self._epoch_device
+
+    def holdings(self, plan: WorkerPlan, tensors: Mapping[str, Any]) -> Holdings:
+        """What this worker holds in the epoch whose device is open. `Any`: torch stays out of this layer."""
+        assert self.source_map is not None and self._epoch_device is not None
+        return Holdings(plan, self.source_map, self._epoch_device, tensors)
 
     async def run_epoch(self, tasks: anyio.abc.TaskGroup, work: Callable[[], Awaitable[None]]) -> None:
         """Run `work` in `tasks` until `stop_epoch`. What it raises ends the membership."""

@@ -10,6 +10,7 @@ import pytest
 from wbridge.control import codec
 from wbridge.control.messages import (
     Challenge,
+    Digested,
     EpochReady,
     FlowMessage,
     Hello,
@@ -18,6 +19,9 @@ from wbridge.control.messages import (
     Message,
     Rejected,
     StatusRequest,
+    TakeDigest,
+    Verified,
+    Verify,
     Welcome,
 )
 from wbridge.errors import ProtocolError
@@ -45,6 +49,7 @@ def decode_frame(frame: bytes) -> Message:
         Rejected("BarrierTimeout", "late", ("rollout/e1[0]",)),
         StatusRequest(),
         Keyed(EPOCH, flow.Report(1, 42, b"meta")),
+        Keyed(EPOCH, Verify(1, None, {"rollout/e0[0]": {"w": 2**64 - 1}})),
         Keyed(EPOCH, flow.Serve(7, 42, ("e0", "e1"))),
     ],
 )
@@ -59,7 +64,17 @@ def test_every_flow_message_can_be_framed() -> None:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and not kind.__name__.startswith("_")
     }
 
-    assert set(typing.get_args(FlowMessage)) == structs
+    assert set(typing.get_args(FlowMessage)) == structs | {Verify, TakeDigest, Digested, Verified}
+
+
+def test_digests_of_a_large_model_fit_into_a_frame() -> None:
+    sums = {
+        f"rollout/e0[{rank}]": {f"layers.{i}.weight": 2**64 - i for i in range(1, 4000)} for rank in range(16)
+    }
+    message = Keyed(EPOCH, Verify(1, 42, sums))
+    assert (
+        len(codec.encode(message)) > codec.MAX_SMALL_NBYTES and decode_frame(codec.encode(message)) == message
+    )
 
 
 class Bomb:
