@@ -1,4 +1,4 @@
-"""Leader and follower. `b1` to `b4` and `e1` to `e3` are the counterexamples that each rule answers."""
+"""Leader and follower. `b1`-`b4`, `e1`-`e3` and `s1`-`s3` are the counterexamples that each rule answers."""
 
 from __future__ import annotations
 
@@ -342,6 +342,67 @@ def test_direct_an_abort_with_bytes_missing_reaches_the_workers() -> None:
     assert leader.ticket_aborted(abort) == [ToWorkers(abort)]
     leader.applied(0, WorkerApplied(1, "tainted"))
     assert ToCoordinator(Finished(1, "tainted")) in leader.applied(1, WorkerApplied(1, "aborted"))
+
+
+def filled() -> Leader:
+    """A leader that has offered, and holds its workers: worker 1 has room for a part of ticket 1 only."""
+    leader = pinned()
+    leader.serve(SERVE)
+    assert leader.landed(1, Landed(1, whole=False)) == []
+    assert leader.landed(0, Landed(1)) == [ToWorkers(Hold(1))]
+    return leader
+
+
+def test_s1_an_engine_is_held_when_its_rings_are_full_and_landed_is_told_later() -> None:
+    leader = met(filled())
+    leader.ready(0, Ready(1))
+    assert leader.ready(1, Ready(1)) == [ToWorkers(Commit(1, 1, 42))]
+    assert leader.landed(1, Landed(1, whole=False)) == []  # again: nothing new
+    assert leader.landed(1, Landed(1)) == [ToCoordinator(Landed(1))]
+    leader.applied(0, WorkerApplied(1, "applied"))
+    assert ToCoordinator(Finished(1, "applied")) in leader.applied(1, WorkerApplied(1, "applied"))
+
+
+def test_s1_a_full_ring_of_another_ticket_counts_for_nothing() -> None:
+    leader = pinned()
+    leader.serve(SERVE)
+    leader.landed(0, Landed(1))
+    assert leader.landed(1, Landed(9, whole=False)) == []
+
+
+def test_s1_a_hold_that_ends_without_a_commit_is_begun_again() -> None:
+    out = met(filled()).withdraw(0, WithdrawHold(1, "its poll was cancelled"))
+    assert isinstance(released(out), Release)
+    assert out[-1] == ToWorkers(Hold(2))
+
+
+def test_s2_an_abort_before_the_commit_ends_the_grant_and_after_it_the_workers_decide() -> None:
+    abort = TicketAborted(1, ("e",), "rank 0 is lost")
+    assert met(filled()).ticket_aborted(abort)[-1] == ToCoordinator(Finished(1, "aborted", "rank 0 is lost"))
+    leader = met(filled())
+    leader.ready(0, Ready(1))
+    leader.ready(1, Ready(1))
+    assert leader.ticket_aborted(abort) == [ToWorkers(abort)]
+    leader.applied(0, WorkerApplied(1, "applied"))
+    assert ToCoordinator(Finished(1, "tainted")) in leader.applied(1, WorkerApplied(1, "tainted"))
+
+
+def test_s2_when_all_has_landed_an_abort_loses() -> None:
+    leader = met(filled())
+    leader.ready(0, Ready(1))
+    leader.ready(1, Ready(1))
+    leader.landed(1, Landed(1))
+    assert leader.ticket_aborted(TicketAborted(1, ("e",), "cancelled")) == []
+
+
+def test_s3_a_commit_does_not_outlive_the_coordinator_for_ever() -> None:
+    leader = met(filled())
+    leader.ready(0, Ready(1))
+    leader.ready(1, Ready(1))
+    assert leader.coordinator_lost() == [StartGrantTimer(1)]
+    (told,) = leader.grant_timed_out(1)
+    assert isinstance(told, ToWorkers)
+    assert isinstance(told.message, TicketAborted)
 
 
 def test_e1_a_new_incarnation_waits_for_the_outstanding_commit() -> None:

@@ -43,6 +43,46 @@ def test_one_ticket_through_a_ring_smaller_than_itself() -> None:
     assert take(machine, 0, 1) == [ToLeader(Vacant(1))]
 
 
+def test_the_leader_hears_when_a_small_ring_is_full_and_when_all_has_landed() -> None:
+    machine = ring()
+    machine.grant(1, [A, A, A], before_hold=2)
+    assert machine.wants_slots
+    assert machine.arrived("A", Arrived(1, 1, 0)) == [GroupReady(1, 1, 1)]
+    full = ToLeader(Landed(1, whole=False))
+    assert machine.arrived("A", Arrived(1, 0, 0)) == [GroupReady(1, 0, 0), full]
+    take(machine, 0, 1)
+    assert not machine.wants_slots
+    assert machine.arrived("A", Arrived(1, 2, 0)) == [GroupReady(1, 2, 0), ToLeader(Landed(1))]
+
+
+def test_a_ring_that_holds_all_is_full_when_all_has_landed() -> None:
+    machine = ring()
+    machine.grant(1, [A, A], before_hold=2)
+    machine.arrived("A", Arrived(1, 0, 0))
+    assert machine.arrived("A", Arrived(1, 1, 0)) == [GroupReady(1, 1, 1), ToLeader(Landed(1))]
+
+
+def test_a_piece_that_is_being_checked_keeps_its_slot() -> None:
+    machine = ring(1)
+    machine.grant(1, [A])
+    assert machine.checking(Arrived(1, 0, 0)) == 0
+    machine.abort(1)
+    machine.stopped("A", Stopped(1))
+    assert machine.arrived("A", Arrived(1, 0, 0)) == []
+    assert machine.states == ("quarantined",)
+    assert machine.checked(0) == [ToLeader(Vacant(1))]
+
+
+def test_what_is_stale_is_not_checked() -> None:
+    machine = ring(1)
+    machine.grant(1, [AB, A])
+    machine.arrived("A", Arrived(1, 0, 0))
+    for stale in (Arrived(1, 0, 0), Arrived(1, 1, 0), Arrived(9, 0, 0), Arrived(1, 0, 7)):
+        assert machine.checking(stale) is None
+    machine.abort(1)
+    assert machine.checking(Arrived(1, 0, 1)) is None
+
+
 def test_c1_first_credits_come_with_the_grant_also_after_an_abort() -> None:
     machine = ring()
     machine.grant(1, [A, A, A])
