@@ -1,0 +1,149 @@
+"""The transitions of one update, as moments at which a test can act: kill a process, or stop it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import msgspec
+
+from wbridge.engine.lockstep import Lockstep
+from wbridge.engine.mailer import Mailer
+from wbridge.engine.receive import ReceiveEngine
+from wbridge.engine.scatters import Scatters
+from wbridge.engine.send import SendEngine
+from wbridge.flow.actions import ToLeader
+from wbridge.flow.messages import Announced, Commit, EngineOutcome, Hold, Landed, Offer, Retired, Serve
+from wbridge.flow.tickets import Tickets
+from wbridge.session.rollout import Rollout
+from wbridge.session.sending import SendingEpoch
+
+Transition = Literal[
+    "announced",
+    "offered",
+    "granted",
+    "first write",
+    "half landed",
+    "landed",
+    "held",
+    "committed",
+    "applying",
+    "retired",
+]
+
+Seat = Literal["coordinator", "trainer", "leader", "follower"]
+"""Which process sees the transition; trainer rank 0 is both `coordinator`, where embedded, and `trainer`."""
+
+TRANSITIONS: Final[tuple[Transition, ...]] = (
+    "announced",
+    "offered",
+    "granted",
+    "first write",
+    "half landed",
+    "landed",
+    "held",
+    "committed",
+    "applying",
+    "retired",
+)
+"""In the order of an update. In `async` an engine offers before the announcement."""
+
+
+class _Pass(msgspec.Struct, frozen=True):
+    """The call that is the transition: the `count`th one for which `counts` holds."""
+
+    owner: type
+    method: str
+    counts: Callable[[object], bool] = lambda _: True
+    count: Callable[[Any], int] = lambda _: 1  # Any: the object whose method it is
+
+
+def _is(kind: type) -> Callable[[object], bool]:
+    return lambda argument: isinstance(argument, kind)
+
+
+def _is_landed(message: object) -> bool:
+    return isinstance(message, EngineOutcome) and message.outcome == "landed"
+
+
+def _tells_landed(action: object) -> bool:
+    return isinstance(action, ToLeader) and isinstance(action.message, Landed)
+
+
+def _half_that_comes(engine: Any) -> int:  # Any: it is asked for what it keeps to itself
+    return max(1, sum(len(group.pieces) for group in engine._groups) // 2)
+
+
+def _half_that_goes(engine: Any) -> int:  # Any: as above
+    return max(1, len(engine._pieces) // 2)
+
+
+_COORDINATOR: Final[Mapping[Transition, _Pass]] = {
+    "announced": _Pass(Tickets, "_announce"),
+    "offered": _Pass(Tickets, "offer"),
+    "granted": _Pass(Tickets, "_serve"),
+    "landed": _Pass(Tickets, "landed"),
+}
+_TRAINER: Final[Mapping[Transition, _Pass]] = {
+    "announced": _Pass(SendingEpoch, "receive", _is(Announced)),
+    "granted": _Pass(SendingEpoch, "receive", _is(Serve)),
+    "first write": _Pass(Mailer, "_gather"),
+    "half landed": _Pass(SendEngine, "_put_ended", count=_half_that_goes),
+    "landed": _Pass(SendingEpoch, "receive", _is_landed),
+    "retired": _Pass(SendingEpoch, "receive", _is(Retired)),
+}
+_FOLLOWER: Final[Mapping[Transition, _Pass]] = {
+    "granted": _Pass(Lockstep, "_to_worker", _is(Serve)),
+    "first write": _Pass(ReceiveEngine, "arrived"),
+    "half landed": _Pass(ReceiveEngine, "arrived", count=_half_that_comes),
+    "landed": _Pass(Lockstep, "from_ring", _tells_landed),
+    "held": _Pass(Lockstep, "_to_worker", _is(Hold)),
+    "committed": _Pass(Lockstep, "_to_worker", _is(Commit)),
+    "applying": _Pass(Scatters, "start", count=lambda _: 2),
+}
+_LEADER: Final[Mapping[Transition, _Pass]] = {
+    "announced": _Pass(Rollout, "receive", _is(Announced)),
+    "offered": _Pass(Rollout, "to_coordinator", _is(Offer)),
+    **_FOLLOWER,
+}
+
+SEEN: Final[Mapping[Seat, Mapping[Transition, _Pass]]] = {
+    "coordinator": _COORDINATOR,
+    "trainer": _TRAINER,
+    "leader": _LEADER,
+    "follower": _FOLLOWER,
+}
+"""The transitions that each kind of process passes itself; of the others it learns nothing, or later."""
+
+
+@contextmanager
+def acting_at(transition: Transition, seat: Seat, act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` once, in the loop thread, when this process is next about to pass `transition` at `seat`.
+
+    It acts for the whole process, whatever adapters live in it. Enter and leave while no update runs.
+
+    Raises:
+        KeyError: a process at `seat` does not see that transition.
+    """
+    seen = SEEN[seat][transition]
+    original = getattr(seen.owner, seen.method)
+    num_passed: dict[int, int] = {}
+    has_acted = False
+
+    @functools.wraps(original)
+    def passing(self: object, *arguments: Any, **named: Any) -> Any:  # Any: whatever the method takes
+        nonlocal has_acted
+        if not has_acted and seen.counts(arguments[-1] if arguments else None):
+            num_passed[id(self)] = num_passed.get(id(self), 0) + 1
+            if num_passed[id(self)] == seen.count(self):
+                has_acted = True
+                act()
+        return original(self, *arguments, **named)
+
+    setattr(seen.owner, seen.method, passing)
+    try:
+        yield
+    finally:
+        setattr(seen.owner, seen.method, original)
