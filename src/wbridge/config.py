@@ -88,6 +88,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """How much of the source map is replayed against a real `load_weights` at connect."""
     local_slots: int = 2
     """Slots in which a sender gathers for one receiver, where it cannot gather into the receiver's memory."""
+    debug_source: bool = False
+    """For debugging: `send_weights` digests the weights twice and raises if they changed meanwhile."""
     host: str = ""
     """Overrides the host identity: workers with the same one are taken to share memory."""
 

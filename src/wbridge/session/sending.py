@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import anyio
 
-from wbridge.control.messages import FlowMessage, Verified
+from wbridge.control.messages import FlowMessage, Sums, Verified
 from wbridge.device.base import Event
 from wbridge.engine.context import SenderContext
 from wbridge.engine.send import SendEngine
@@ -27,6 +27,7 @@ from wbridge.flow.messages import (
     Waiting,
     WithdrawCall,
 )
+from wbridge.session.fence import SourceFence
 from wbridge.session.publication import Publication
 from wbridge.session.verification import Holdings, Verifier
 from wbridge.staging.base import Source
@@ -48,6 +49,7 @@ class SendingEpoch:
         self.engine: SendEngine = SendEngine(context, source_free=self._source_free)
         self._engines = engines
         self.verifier: Verifier = Verifier(holdings, post)
+        self._fence = SourceFence(context.worker, holdings)
         self._post = post
         self._submit = submit
         self._next_call = 1
@@ -78,9 +80,12 @@ class SendingEpoch:
         staging = self.context.staging
         if not staging.has_free_snapshot:
             self._post(Waiting(publication.call))
+        before = await self._fence.take(after) if self.context.config.debug_source else None
         source = await self._snapshot(publication, after)
         if source is None:
             return
+        if before is not None and not staging.holds_live_weights:
+            await self._check_snapshot(publication, source, before, after)
         if publication.error is not None:
             source.release()
             return
@@ -88,6 +93,29 @@ class SendingEpoch:
         self._post(Report(publication.call, publication.version, metadata))
         if staging.holds_live_weights:
             await publication.released.wait()
+            if before is not None and publication.error is None:
+                await self._check_delivered(publication, before, after)
+
+    async def _check_snapshot(
+        self, publication: Publication, source: Source, before: Sums, after: Event
+    ) -> None:
+        """If the weights changed under the snapshot, no engine gets it."""
+        try:
+            publication.error = await self._fence.find_change(publication.version, before, after)
+        except BaseException:  # whatever it is, the snapshot is not lost with it; raised again
+            source.release()
+            raise
+        if publication.error is not None:
+            self._post(WithdrawCall(publication.call))
+            with anyio.move_on_after(self.context.config.coordinator_timeout_s):
+                await publication.answered.wait()
+
+    async def _check_delivered(self, publication: Publication, before: Sums, after: Event) -> None:
+        """If the weights changed while they were read, no engine applies the version that has not yet."""
+        error = await self._fence.find_change(publication.version, before, after)
+        if error is not None and publication.ticket is not None:
+            self._post(AbortTicket(publication.ticket, str(error)))
+            publication.error = error
 
     async def _snapshot(self, publication: Publication, after: Event) -> Source | None:
         """The source of this call; None if the call ends first."""
