@@ -38,9 +38,9 @@ class _Slot:
 class _Grant:
     """The ticket that this ring is taking."""
 
-    def __init__(self, ticket: int, groups: Sequence[Incoming], before_hold: int) -> None:
+    def __init__(self, ticket: int, groups: Sequence[Incoming]) -> None:
         self.ticket = ticket
-        self.before_hold = before_hold
+        self.before_hold = 0
         self.writers = [list(group.writers) for group in groups]
         self.queues: dict[int, list[int]] = {}  # stage -> groups not credited yet, in order
         for index, group in enumerate(groups):
@@ -87,13 +87,15 @@ class ReceiverRing:
     def grant(self, ticket: int, groups: Sequence[Incoming], *, before_hold: int = 0) -> list[RingAction]:
         """Take a grant: credit its first groups. Tickets only go up; what is left of an earlier is void.
 
-        `before_hold`: the leader hears when so many groups are there, if the ticket has more than those.
+        `before_hold`: the leader hears when so many groups are there, or as many as fit, if not all do.
         """
         assert ticket > self._newest, f"ticket {ticket} granted after {self._newest}"
         out: list[RingAction] = []
         self._void(out)
         self._newest = ticket
-        self._grant = _Grant(ticket, groups, before_hold)
+        self._grant = _Grant(ticket, groups)
+        room = sum(min(len(q), len(self._stage_slots[s])) for s, q in self._grant.queues.items())
+        self._grant.before_hold = min(before_hold, room)
         if not groups:
             out.append(ToLeader(Landed(ticket)))
             self._end_grant()

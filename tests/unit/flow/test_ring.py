@@ -62,6 +62,14 @@ def test_a_ring_that_holds_all_is_full_when_all_has_landed() -> None:
     assert machine.arrived("A", Arrived(1, 1, 0)) == [GroupReady(1, 1, 1), ToLeader(Landed(1))]
 
 
+def test_a_divided_ring_is_full_when_no_stage_can_take_more() -> None:
+    machine = ReceiverRing({1: 3, 2: 1})
+    machine.start()
+    machine.grant(1, [A, Incoming(("R",), 2), Incoming(("R",), 2)], before_hold=3)
+    machine.arrived("A", Arrived(1, 0, 0))
+    assert machine.arrived("R", Arrived(1, 1, 0))[-1] == ToLeader(Landed(1, whole=False))
+
+
 def test_a_piece_that_is_being_checked_keeps_its_slot() -> None:
     machine = ring(1)
     machine.grant(1, [A])
