@@ -27,7 +27,7 @@ LIMIT_S = 180
         ("qwen3_moe", "packed", "receiver_overlap", 1),
     ],
 )
-def test_c30_a_running_engine_follows_with_requests_in_flight(
+def test_c30_c43_a_running_engine_follows_with_requests_in_flight(
     architecture: str, weights: str, mode: str, size: int, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "tests.process.vllm_follow"]

@@ -16,9 +16,9 @@ OnUpdate = Callable[[int], Awaitable[None]]
 class EngineBridge:
     """The server's side of one engine started with `engine_args()`.
 
-    A busy engine takes updates by itself, between two of its steps, and its requests go on. An idle one
-    makes no steps, so `run` polls for it. Each request gets a cache salt with the version: what was
-    cached by older weights is never reused by a request that starts on newer ones.
+    A busy engine takes updates by itself, between two of its steps, and its requests go on: no update
+    pauses, aborts or restarts one, unless `recompute` asks for it. An idle engine makes no steps, so `run`
+    polls for it. It also labels the engine with the version, which changes nothing else.
     """
 
     def __init__(
@@ -31,10 +31,14 @@ class EngineBridge:
         config: Mapping[str, Any] | None = None,
         idle_poll_s: float = 0.02,
         recompute: bool = False,
+        salt_cache: bool = True,
         on_update: OnUpdate | None = None,
     ) -> None:
-        """By default running requests keep what they have computed; with `recompute` they compute it again
-        with the new weights. `on_update(version)` is awaited after each update that `run` notices.
+        """By default running requests keep what they have computed; with `recompute`, as soon as `run`
+        notices an update, the prefix cache is dropped and running requests compute it again with the new
+        weights. With `salt_cache` each request gets a cache salt with the version that `run` has noticed
+        last, so that what older weights have cached serves none that starts later.
+        `on_update(version)` is awaited after each update that `run` notices.
         """
         self._engine = engine
         self._init = {
@@ -44,6 +48,7 @@ class EngineBridge:
             "config": dict(config or {}),
         }
         self._recompute = recompute
+        self._salt_cache = salt_cache
         self._idle_poll_s = idle_poll_s
         self._on_update = on_update
         self._version: int | None = None
@@ -78,8 +83,9 @@ class EngineBridge:
         self, prompt: Mapping[str, Any], sampling_params: Any, request_id: str
     ) -> AsyncIterator[Any]:
         """As `AsyncLLM.generate`, for a prompt in dictionary form."""
-        salted = {**prompt, "cache_salt": f"{prompt.get('cache_salt', '')}@{self._version}"}
-        async for output in self._engine.generate(salted, sampling_params, request_id):
+        if self._salt_cache:
+            prompt = {**prompt, "cache_salt": f"{prompt.get('cache_salt', '')}@{self._version}"}
+        async for output in self._engine.generate(prompt, sampling_params, request_id):
             yield output
 
     async def request_versions(self, request_id: str) -> tuple[VersionSpan, ...]:
