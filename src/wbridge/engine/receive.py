@@ -104,13 +104,15 @@ class ReceiveEngine:
                     async for fence in self._fence_inbox:
                         tasks.start_soon(self._guard, fence)
         finally:
-            await close_endpoints(self._context)
-            with anyio.move_on_after(self._context.config.close_timeout_s, shield=True):
-                for remote in list(self._exposed.values()):
-                    await self._context.transport.withdraw(remote)
-            for buffer in self._context.staging.buffers:
-                self._context.transport.unregister(buffer)
-            self._context.staging.close()
+            try:
+                await close_endpoints(self._context)
+                with anyio.move_on_after(self._context.config.close_timeout_s, shield=True):
+                    for remote in list(self._exposed.values()):
+                        await self._context.transport.withdraw(remote)
+            finally:
+                for buffer in self._context.staging.buffers:
+                    self._context.transport.unregister(buffer)
+                self._context.staging.close()
 
     # What arrives -------------------------------------------------------------------------------------
 

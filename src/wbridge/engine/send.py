@@ -57,9 +57,12 @@ class SendEngine:
             async with anyio.create_task_group() as tasks:
                 for mailer in self._mailers.values():
                     tasks.start_soon(mailer.run)
+                await anyio.sleep_forever()  # also when every receiver is gone: others may be sent to later
         finally:
-            await close_endpoints(self._context)
-            self._context.staging.close()
+            try:
+                await close_endpoints(self._context)
+            finally:
+                self._context.staging.close()
 
     def announce(self, ticket: int, source: Source) -> None:
         """This is what `ticket` consists of, until `source_free` is called with it."""

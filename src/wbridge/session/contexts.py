@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -25,6 +25,7 @@ from wbridge.transport.base import Endpoint
 from wbridge.transport.select import Transports
 
 Tensors = Mapping[str, Any]  # torch tensors; torch stays out of this layer
+T = TypeVar("T")
 
 
 async def open_sender_context(
@@ -38,15 +39,16 @@ async def open_sender_context(
 ) -> SenderContext:
     """Connect to every receiver of this worker and allocate its gather slots and snapshots."""
     peers = _peers(start, {o.receiver for o in plan.outgoing})
+    endpoints = await _connect(transport, peers)
     return SenderContext(
         worker=plan.worker,
         epoch=start.epoch,
         plan=plan,
         config=config,
         transport=transport,
-        staging=await anyio.to_thread.run_sync(_sender_staging, config, device, tensors, plan),
+        staging=await _build(endpoints, lambda: _sender_staging(config, device, tensors, plan)),
         checksums=_checksummed(config, transport, peers),
-        endpoints=await _connect(transport, peers),
+        endpoints=endpoints,
     )
 
 
@@ -69,7 +71,7 @@ async def open_receiver_context(
         plan=plan,
         config=config,
         transport=transport,
-        staging=await anyio.to_thread.run_sync(_receiver_staging, config, device, tensors, plan, is_local),
+        staging=await _build(endpoints, lambda: _receiver_staging(config, device, tensors, plan, is_local)),
         checksums=frozenset(),
         endpoints=endpoints,
     )
@@ -120,11 +122,24 @@ async def _connect(transport: Transports, peers: Iterable[Peer]) -> dict[str, En
             name = str(peer.worker)
             endpoints[name] = await transport.connect(peer.transport_address, name)
     except BaseException:  # whatever it is, no endpoint stays open; raised again
-        with anyio.CancelScope(shield=True):
-            for endpoint in endpoints.values():
-                await endpoint.aclose()
+        await _close(endpoints)
         raise
     return endpoints
+
+
+async def _build(endpoints: Mapping[str, Endpoint], build: Callable[[], T]) -> T:
+    """Allocate in a worker thread. Nothing may wait between this and the start of what owns the result."""
+    try:
+        return await anyio.to_thread.run_sync(build)
+    except BaseException:  # whatever it is, no endpoint stays open; raised again
+        await _close(endpoints)
+        raise
+
+
+async def _close(endpoints: Mapping[str, Endpoint]) -> None:
+    with anyio.CancelScope(shield=True):
+        for endpoint in endpoints.values():
+            await endpoint.aclose()
 
 
 def _checksummed(config: Config, transport: Transports, peers: Iterable[Peer]) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -151,8 +152,18 @@ class Rollout:
         """Do something in the loop thread and return the next instruction. A cancelled caller stays until
         the engine has answered."""
         loop = self._worker.loop
-        instruction: Instruction = yield Wait(loop.submit(work).finished, self._cancel_poll)
+        call = loop.submit(work)
+        try:
+            instruction: Instruction = yield Wait(call.finished, self._cancel_poll)
+        except BaseException as exc:  # whatever it is, the engine waits for this poll in vain; raised again
+            with contextlib.suppress(EndpointClosed):
+                loop.submit(functools.partial(self._leave_engine, f"a poll failed: {exc!r}"))
+            raise
         return instruction
+
+    async def _leave_engine(self, reason: str) -> None:
+        assert self._lockstep is not None
+        self._lockstep.close(f"{self._target.worker}: {reason}")
 
     def _cancel_poll(self) -> None:
         assert self._lockstep is not None
@@ -302,7 +313,7 @@ class Rollout:
         self._epoch = start.epoch
         self._respondent = Respondent(self._worker.holdings(plan, tensors), self, self._worker.post)
         self._engine = ReceiveEngine(context, to_leader=lockstep.from_ring, give_up=lockstep.give_up)
-        await self._worker.run_epoch(self._tasks, self._engine.run)
+        self._worker.run_epoch(self._tasks, self._engine.run)
 
     def epoch_live(self, epoch: Epoch) -> None:
         self._is_live = True

@@ -28,6 +28,7 @@ from wbridge.flow.messages import (
     WithdrawCall,
 )
 from wbridge.session.fence import SourceFence
+from wbridge.session.member import first_error
 from wbridge.session.publication import Publication
 from wbridge.session.verification import Holdings, Verifier
 from wbridge.staging.base import Source
@@ -68,9 +69,11 @@ class SendingEpoch:
         self._unfinished.add(publication)
         try:
             await self._publish(publication, metadata, after)
-        except anyio.get_cancelled_exc_class():
+        except BaseException as exc:  # whatever it is, no other rank waits for this call; raised again
             with anyio.CancelScope(shield=True):
                 await self._withdraw(publication)
+            if isinstance(exc, BaseExceptionGroup):
+                raise first_error(exc) from exc
             raise
         if publication.error is not None:
             raise publication.error

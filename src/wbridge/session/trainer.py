@@ -158,7 +158,7 @@ class Trainer:
             submit=lambda work: self._worker.loop.submit(work).finished,
         )
         assert self._tasks is not None
-        await self._worker.run_epoch(self._tasks, self._epoch.engine.run)
+        self._worker.run_epoch(self._tasks, self._epoch.engine.run)
 
     def epoch_live(self, epoch: Epoch) -> None:
         self._live.set()

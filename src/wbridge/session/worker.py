@@ -31,7 +31,7 @@ from wbridge.device.base import Device, Stream
 from wbridge.device.select import open_device
 from wbridge.discovery.discover import discover
 from wbridge.engine.wire import DataFrame, decode
-from wbridge.errors import EndpointClosed
+from wbridge.errors import EndpointClosed, InternalError
 from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan.types import WorkerPlan
@@ -140,10 +140,13 @@ class Worker:
             return
         self._closed = True
         if self._running is not None and not self.loop.is_forked:
-            has_ended = yield Wait(self.loop.submit(self._end).finished, _nothing)
+            has_ended = False
+            try:
+                has_ended = yield Wait(self.loop.submit(self._end).finished, _nothing)
+            finally:
+                self.loop.stop(wait=has_ended)
             if not has_ended:
                 _log.warning("closing took too long, a thread stays", extra={"adapter": self.loop.name})
-            self.loop.stop(wait=has_ended)
         if self._given_device is None and self._caller_device is not None:
             self._caller_device.close()
         if self._member is not None and self._member.failure is not None:
@@ -154,8 +157,10 @@ class Worker:
         running = self._running
         assert self._member is not None and running is not None
         with anyio.move_on_after(self.job.config.close_timeout_s):
-            await self._member.leave()
-            running.request_cancel()
+            try:
+                await self._member.leave()
+            finally:
+                running.request_cancel()
             await running.ended.wait()
             return True
         return False
@@ -200,20 +205,21 @@ class Worker:
         assert self.source_map is not None and self._epoch_device is not None
         return Holdings(plan, self.source_map, self._epoch_device, tensors)
 
-    async def run_epoch(self, tasks: anyio.abc.TaskGroup, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` in `tasks` until `stop_epoch`. What it raises ends the membership."""
-        scope, over = anyio.CancelScope(), anyio.Event()
+    def run_epoch(self, tasks: anyio.abc.TaskGroup, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work`, which owns what it uses, in `tasks` until `stop_epoch`. Its end is the membership's."""
+        scope, over = self._epoch = anyio.CancelScope(), anyio.Event()
 
-        async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+        async def run() -> None:
             try:
                 with scope:
-                    task_status.started()
                     await work()
+                    raise InternalError(
+                        f"{self.job.worker}: its transfers ended by themselves; please report it"
+                    )
             finally:
                 over.set()
 
-        await tasks.start(run)
-        self._epoch = scope, over
+        tasks.start_soon(run)
 
     async def stop_epoch(self) -> None:
         """Cancel the epoch's work, wait until it has ended, and free its device. Not cancelled."""
