@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch==2.13.0", "wbridge==0.1.0")
+PACKAGES = ("torch==2.13.0", "wbridge==0.1.0", "numpy")
 STAGINGS = {"sync": (0, 0), "sender_overlap": (1, 0), "receiver_overlap": (0, 1), "async": (1, 1)}
 """Sender and receiver staging of each mode."""
 TRAINERS, ENGINES, TENSOR_PARALLEL = 2, 2, 2
@@ -98,7 +98,7 @@ def _run(command: list[str]) -> str:
             command, check=True, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env=environment
         )
     except subprocess.CalledProcessError as exc:
-        print(f"reference: {' '.join(command[1:])} failed: {(exc.stderr or exc.stdout)[-400:]}")
+        print(f"reference: {' '.join(command[1:])} failed: {(exc.stderr + exc.stdout)[-600:]}")
         return ""
     except subprocess.TimeoutExpired:
         print(f"reference: {' '.join(command[1:])} took more than {RUN_TIMEOUT_S} s")

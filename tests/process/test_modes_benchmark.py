@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.job import Settings
 from benchmarks.harness.syscalls import count_system_calls
-from benchmarks.modes import measure_independence
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
@@ -34,13 +32,6 @@ def test_rows_of_a_small_async_job(tmp_path: Path) -> None:
     assert stalls <= set(values)
     assert values["ewtt_ms"] >= values["agst_ms"] > 0
     assert values["trainer_stall_ms"] > 0 < values["rollout_stall_ms"]
-
-
-def test_a_sleeping_engine_is_measured_against_one_that_is_awake() -> None:
-    settings = Settings(mode="async", num_layers=1, num_updates=1, num_trainers=1, tensor_parallel=1)
-    values = measure_independence(settings, rounds=1)
-    assert {"neighbour_poll_extra_ms", "third_send_extra_ms"} <= set(values)
-    assert values["neighbour_poll_ms"] > 0 < values["third_send_ms"]
 
 
 def test_idle_polls_send_nothing_and_ask_the_system_for_nothing(tmp_path: Path) -> None:
