@@ -92,7 +92,13 @@ def even_load(
 
 def load_of(explanation: Explanation, *, trainers_per_host: int = 1) -> Load:
     """The load of a plan. An explanation names no trainer's host, so each holds `trainers_per_host` of
-    those that send most."""
+    those that send most.
+
+    Raises:
+        ConfigError: the plan moves nothing.
+    """
+    if not explanation.links:
+        raise ConfigError("the plan moves nothing; explain one of trainers and rollouts that share tensors")
     rollouts = sorted({link.receiver for link in explanation.links})
     crossing = [link for link in explanation.links if link.crosses_hosts]
     local = [link for link in explanation.links if not link.crosses_hosts]
