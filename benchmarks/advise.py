@@ -40,8 +40,8 @@ from wbridge.config import Config  # noqa: E402
 from wbridge.plan.advise import MODES, Prediction, Speeds, Steps, predict  # noqa: E402
 from wbridge.plan.loads import Load, even_load  # noqa: E402
 
-LINKS = {"400mbit": (400.0, 8), "1gbit": (1000.0, 8)}
-"""Rate in Mbit/s, and layers of the model: even the copies take longer than what surrounds them."""
+LINKS = {"400mbit": 400.0, "1gbit": 1000.0}
+"""Rates in Mbit/s."""
 NUM_TRAINERS = NUM_ENGINES = ENGINE_WORKERS = 2
 
 Row = dict[str, object]
@@ -56,13 +56,11 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     rows: list[Row] = []
     for link in options.link or LINKS:
-        mbit, num_layers = LINKS[link]
-        num_layers = options.layers or num_layers
         names = [f"trainer-{k}" for k in range(NUM_TRAINERS)] + [f"engine-{k}" for k in range(NUM_ENGINES)]
         for mode in options.mode or MODES:
-            with open_hosts(names, mbit=mbit) as hosts:
-                speeds = measure_speeds(hosts, num_layers * LAYER_HALF_NBYTES)
-                settings = Settings(mode=mode, num_layers=num_layers, num_updates=options.updates)
+            with open_hosts(names, mbit=LINKS[link]) as hosts:
+                speeds = measure_speeds(hosts, options.layers * LAYER_HALF_NBYTES)
+                settings = Settings(mode=mode, num_layers=options.layers, num_updates=options.updates)
                 found = compare(settings, hosts, speeds)
             rows += [row(f"{mode}-{link}", metric, value) for metric, value in found.items()]
             for told in rows[-len(found) :]:
@@ -78,7 +76,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--mode", choices=list(MODES), action="append", help="only these modes")
     parser.add_argument("--link", choices=list(LINKS), action="append", help="only these links")
-    parser.add_argument("--layers", type=int, help="of the model, 34 MB each; default: enough for the link")
+    parser.add_argument(
+        "--layers", type=int, default=8, help="of the model, 34 MB each: few make all copies short"
+    )
     parser.add_argument("--updates", type=int, default=10, help="measured updates per case")
     return parser.parse_args()
 

@@ -36,7 +36,7 @@ class Report(msgspec.Struct, frozen=True):
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     job = command.add_argument_group("the job")
-    job.add_argument("--model-gb", type=float, help="bytes of one copy of the weights, evenly split")
+    job.add_argument("--model-gb", type=float, help="one copy of the weights, evenly split")
     job.add_argument("--plan", type=Path, help="instead: an Explanation of the job's plan, as JSON")
     job.add_argument("--trainers", type=int, default=1, help="trainer workers")
     job.add_argument("--trainers-per-host", type=int, default=0, help="0: all on one")
