@@ -29,7 +29,9 @@ def tests(session: nox.Session) -> None:
         return
     # Frameworks set process-wide state when imported, so each kind of test gets a process of its own.
     run(session, "-m", "pytest", "-m", "not process and not backend and not gpu and not exhaustive")
-    run(session, "-m", "pytest", "-m", "process and not backend and not gpu and not exhaustive")
+    run(
+        session, "-m", "pytest", "-m", "process and not (backend or gpu or exhaustive or faults)"
+    )
     run(session, "-m", "pytest", "-m", "backend and not gpu and not exhaustive")
 
 
@@ -37,6 +39,12 @@ def tests(session: nox.Session) -> None:
 def explore(session: nox.Session) -> None:
     """Run the protocol's machines through all interleavings of the larger jobs: some twenty minutes."""
     run(session, "-m", "pytest", "-m", "exhaustive", *session.posargs)
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Kill and stop processes at each transition in each role, some thirty minutes; a table at the end."""
+    run(session, "-m", "pytest", "-m", "faults or process", "tests/faults/test_kills.py", *session.posargs)
 
 
 @nox.session
