@@ -30,9 +30,8 @@ def share_memory(owner: torch.nn.Module | Iterable[torch.Tensor]) -> None:
         ConfigError: a tensor is not in the memory of the host.
     """
     if isinstance(owner, torch.nn.Module):
-        tensors = [*owner.parameters(), *owner.buffers()]
-    else:
-        tensors = list(owner)
+        owner = [*owner.parameters(), *owner.buffers()]
+    tensors = list(owner)
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor.device.type != "cpu":

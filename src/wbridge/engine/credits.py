@@ -22,7 +22,7 @@ class CreditSender:
     """Sends one writer its credits in order, so that a writer that is stuck delays no other's."""
 
     def __init__(self, epoch: Epoch, endpoint: Endpoint, placements: Sequence[Placement] = ()) -> None:
-        """`placements` go before the first credit: where the parameters lie that this writer writes itself."""
+        """`placements`: where the parameters lie that this writer writes itself. They go first."""
         self._placements = placements
         self._epoch = epoch
         self._endpoint = endpoint

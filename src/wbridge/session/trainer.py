@@ -17,7 +17,7 @@ from wbridge.control.messages import Committed, EpochStart, FlowMessage, Value
 from wbridge.device.base import Device, Event, Stream
 from wbridge.engine.wire import DataFrame
 from wbridge.errors import ConfigError, PeerLost, UpdateAborted, WBridgeError
-from wbridge.flow.messages import Credit
+from wbridge.flow.messages import Credit, Placed
 from wbridge.flow.standings import Standings
 from wbridge.ids import Epoch, WorkerId
 from wbridge.observe.stats import SendStats
@@ -215,12 +215,13 @@ class Trainer:
             self._worker.post(message)
 
     def _frame(self, peer: str, frame: DataFrame) -> None:
-        if (
-            self._epoch is not None
-            and frame.epoch == self._epoch.context.epoch
-            and isinstance(frame.message, Credit)
-        ):
-            self._epoch.engine.credit(peer, frame.message)
+        if self._epoch is None or frame.epoch != self._epoch.context.epoch:
+            return
+        match frame.message:
+            case Credit():
+                self._epoch.engine.credit(peer, frame.message)
+            case Placed():
+                self._epoch.engine.placed(peer, frame.message)
 
 
 def pack_metadata(metadata: Metadata | None) -> bytes:
