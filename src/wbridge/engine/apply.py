@@ -40,6 +40,11 @@ class Destinations:
         """
         self._bindings.check()
 
+    @property
+    def has_assembled(self) -> bool:
+        """Whether tensors are handed to the backend's loader by `finish`."""
+        return bool(self._assembled)
+
     def finish(self, load_assembled: LoadWeights | None, after_apply: Callable[[], None] | None) -> None:
         """Run what the backend does after its parameters are written, in the calling thread."""
         if self._assembled and load_assembled is not None:

@@ -72,7 +72,7 @@ class Worker(Protocol):
     def abort(self, aborted: TicketAborted) -> None: ...
 
     def apply(self, apply: Apply) -> None:
-        """Start to apply; `Lockstep.written` or `Lockstep.not_applied` is due when it has ended."""
+        """Start to apply; `Lockstep.written` or `Lockstep.apply_ended` is due when the copies have ended."""
         ...
 
     def engine_broken(self, reason: str) -> None:
@@ -218,9 +218,13 @@ class Lockstep:
     # The worker's apply --------------------------------------------------------------------------------
 
     def written(self, hold: int) -> None:
+        """The parameters are written; the parked poll has to do the rest."""
         self._instruct(Written(hold))
 
-    def not_applied(self, hold: int, outcome: Literal["aborted", "tainted"], detail: str) -> None:
+    def apply_ended(
+        self, hold: int, outcome: Literal["applied", "aborted", "tainted"], detail: str = ""
+    ) -> None:
+        """There is nothing left to do for the poll."""
         self._from_follower(self.follower.applied(hold, outcome, detail))
 
     # Events from outside the engine --------------------------------------------------------------------

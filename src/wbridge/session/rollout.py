@@ -370,19 +370,28 @@ class Rollout:
         self._packed = self._serve.metadata
         self._tasks.start_soon(self._apply, apply)
 
+    @property
+    def _needs_finish(self) -> bool:
+        """Whether the backend has something to do once its parameters are written."""
+        assert self._destinations is not None
+        return self._target.after_apply is not None or self._destinations.has_assembled
+
     async def _apply(self, apply: Apply) -> None:
         lockstep, engine, after = self._lockstep, self._engine, self._after
         assert lockstep is not None and engine is not None and after is not None
         try:
             await engine.apply(apply.ticket, after)
         except UpdateAborted as exc:
-            lockstep.not_applied(apply.hold, "tainted" if engine.num_written else "aborted", str(exc))
+            lockstep.apply_ended(apply.hold, "tainted" if engine.num_written else "aborted", str(exc))
         except BaseException as exc:  # a failed copy, or the adapter closes: neither old nor new
-            lockstep.not_applied(apply.hold, "tainted", f"{type(exc).__name__}: {exc}")
+            lockstep.apply_ended(apply.hold, "tainted", f"{type(exc).__name__}: {exc}")
             if not isinstance(exc, Exception):
                 raise
         else:
-            lockstep.written(apply.hold)
+            if self._needs_finish:
+                lockstep.written(apply.hold)
+            else:
+                lockstep.apply_ended(apply.hold, "applied")
 
     def to_coordinator(self, message: FlowMessage) -> None:
         """Send now, or when the epoch is live. Without a coordinator nobody waits for it."""
