@@ -48,8 +48,12 @@ class Reconfiguring:
                 del self._asked[member]
                 self._refuse(UpdateAborted(f"{member.worker} no longer asks for other settings; ask again"))
             return
+        if self._next is not None or self._waiting:
+            error = UpdateAborted("the job's settings are being changed already; ask again when they are")
+            member.lease.post(_refusal(error))
+            return
         self._asked[member] = (request, anyio.current_time() + request.patience_s)
-        if self._next is not None or len(self._asked) < len(ranks) or not ranks:
+        if len(self._asked) < len(ranks) or not ranks:
             return
         try:
             config = self._check(others)
@@ -103,14 +107,19 @@ class Reconfiguring:
         """Refuse when a rank has waited long enough for others."""
         if self.deadline_s() <= anyio.current_time():
             missing = [str(rank.worker) for rank in ranks if rank not in self._asked]
+            missing = missing or ["a trainer rank that is not connected"]
             text = f"{', '.join(missing)} did not call reconfigure(); every trainer rank must"
             self._refuse(BarrierTimeout(text, missing))
 
     def _refuse(self, error: WBridgeError) -> None:
-        missing = error.missing if isinstance(error, BarrierTimeout) else ()
         for member in (*self._asked, *self._waiting):
-            member.lease.post(Reconfigured(type(error).__name__, str(error), missing))
+            member.lease.post(_refusal(error))
         self._asked, self._waiting = {}, ()
+
+
+def _refusal(error: WBridgeError) -> Reconfigured:
+    missing = error.missing if isinstance(error, BarrierTimeout) else ()
+    return Reconfigured(type(error).__name__, str(error), missing)
 
 
 def _text(values: Mapping[str, object]) -> str:

@@ -86,7 +86,10 @@ class Trainer:
         asked: dict[str, Value] = {name: value for name, value in values.items() if value is not None}
         if not asked:
             raise ConfigError("reconfigure() without mode or delivery: say what is to change")
-        adopt(self._config, asked)  # raises on values that do not exist
+        try:
+            adopt(self._config, asked)
+        except ConfigError as exc:
+            raise ConfigError(f"reconfigure() with values that do not exist: {exc.__cause__}") from exc
         patience_s = timeout_s or self._config.connect_timeout_s
         call = self._worker.loop.submit(functools.partial(self._worker.reconfigure, asked, patience_s))
         yield Wait(call.finished, lambda: self._worker.loop.cancel(call))

@@ -157,6 +157,23 @@ async def test_a_cancelled_request_is_withdrawn_for_all(tmp_path: Path) -> None:
         assert job.holds(2)
 
 
+async def test_a_change_goes_on_without_those_that_stopped_waiting(tmp_path: Path) -> None:
+    """It waits for versions that have landed and are not applied; nobody asks for another one meanwhile."""
+    async with running(tmp_path, "async", num_trainers=1, receiver_config=FOLLOWING) as job:
+        sender = job.senders[0]
+        await (await job.send(1))[0].landed()
+        with anyio.move_on_after(0.05):
+            await sender.reconfigure(mode="sync")
+        with pytest.raises(UpdateAborted, match="being changed already"):
+            await sender.reconfigure(mode="sender_overlap")
+        await job.take()
+        while sender.epoch is None or sender.epoch.counter < 2:
+            await anyio.lowlevel.checkpoint()
+        await job.update(2)
+        assert job.holds(2)
+        await sender.reconfigure(mode="sync")  # as it is by now
+
+
 async def test_a_lost_rank_ends_the_request(tmp_path: Path) -> None:
     async with running(tmp_path, "async", receiver_config=FOLLOWING) as job:
 
