@@ -22,6 +22,7 @@ from wbridge.control.messages import (
     Rejected,
     StatusReply,
     Verify,
+    WithdrawVerify,
     WorkerLost,
 )
 from wbridge.control.planning import Roster, Slices, build_slices, epoch_start, joined_of
@@ -85,7 +86,7 @@ class Epochs:
         """
         live = self._live
         if live is not None and live.cohort.epoch == keyed.epoch and member in live.cohort.members:
-            if isinstance(keyed.message, Verify | Digested):
+            if isinstance(keyed.message, Verify | WithdrawVerify | Digested):
                 timeout_s = self._config.update_timeout_s
                 self._verifying.receive(member, keyed.message, live.cohort, timeout_s=timeout_s)
             else:

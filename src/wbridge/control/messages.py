@@ -220,6 +220,12 @@ class Verify(_Frame, frozen=True):
     sums: Sums
 
 
+class WithdrawVerify(_Frame, frozen=True):
+    """A rank no longer asks; without effect once all have asked."""
+
+    call: int
+
+
 class TakeDigest(_Frame, frozen=True):
     """Coordinator -> every rollout worker: all ranks have asked."""
 
@@ -323,6 +329,7 @@ FlowMessage: TypeAlias = (
     | flow.Done
     | flow.Release
     | Verify
+    | WithdrawVerify
     | TakeDigest
     | Digested
     | Verified

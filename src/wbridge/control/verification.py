@@ -20,6 +20,7 @@ from wbridge.control.messages import (
     Verification,
     Verified,
     Verify,
+    WithdrawVerify,
 )
 from wbridge.control.publishing import Cohort
 from wbridge.errors import BarrierTimeout, PeerLost, ProtocolError, WBridgeError
@@ -102,19 +103,21 @@ class Verifying:
         self._changed = anyio.Event()
 
     def receive(
-        self, member: Member, message: Verify | Digested, cohort: Cohort, *, timeout_s: float
+        self, member: Member, message: Verify | WithdrawVerify | Digested, cohort: Cohort, *, timeout_s: float
     ) -> None:
         """Act on a member's message of the live epoch.
 
         Raises:
             ProtocolError: nobody in its place says that.
         """
-        if (member.worker.role == "trainer") != isinstance(message, Verify):
+        if (member.worker.role == "rollout") != isinstance(message, Digested):
             raise ProtocolError(f"{member} sent {type(message).__name__}, which the other role sends")
         self._cohort = cohort
         if isinstance(message, Verify):
             self._asked[member] = _Asked(message, anyio.current_time() + timeout_s)
             self._begin(cohort)
+        elif isinstance(message, WithdrawVerify):
+            self._asked.pop(member, None)
         elif self._round is not None and message.round == self._round.number:
             self._round.replies[member] = message
             self._finish_if_complete(self._round)

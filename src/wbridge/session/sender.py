@@ -103,7 +103,8 @@ class SenderAdapter:
         sent is reported with its own, a dead one as lost. Takes up to `update_timeout_s` for the
         other ranks to call, and as long again for the engines.
 
-        Cancelled: stops waiting; the weights may be read a little longer.
+        Cancelled: this rank no longer asks, and has to call again for the others to get an answer, unless
+        all have called. The weights may be read a little longer.
 
         Raises:
             BarrierTimeout: ranks or rollout workers did not answer in time; `missing` names them.

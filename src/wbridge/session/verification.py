@@ -11,7 +11,16 @@ import anyio
 import anyio.to_thread
 
 from wbridge.control.connection import rebuild_error
-from wbridge.control.messages import Digested, FlowMessage, Sums, TakeDigest, Unverifiable, Verified, Verify
+from wbridge.control.messages import (
+    Digested,
+    FlowMessage,
+    Sums,
+    TakeDigest,
+    Unverifiable,
+    Verified,
+    Verify,
+    WithdrawVerify,
+)
 from wbridge.control.messages import Verification as Verification  # public: the result of `verify()`
 from wbridge.device.base import Device, Event
 from wbridge.device.digest import Digester, Part
@@ -133,6 +142,9 @@ class Verifier:
             with anyio.move_on_after(2 * timeout_s + GRACE_S):
                 while not answer.done():
                     await self._answered.wait()
+        except anyio.get_cancelled_exc_class():
+            self._post(WithdrawVerify(call))
+            raise
         finally:
             del self._answers[call]
         if not answer.done():

@@ -23,6 +23,7 @@ from wbridge.control.messages import (
     Verified,
     Verify,
     Welcome,
+    WithdrawVerify,
 )
 from wbridge.errors import ProtocolError
 from wbridge.flow import messages as flow
@@ -64,7 +65,8 @@ def test_every_flow_message_can_be_framed() -> None:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and not kind.__name__.startswith("_")
     }
 
-    assert set(typing.get_args(FlowMessage)) == structs | {Verify, TakeDigest, Digested, Verified}
+    verification = {Verify, WithdrawVerify, TakeDigest, Digested, Verified}
+    assert set(typing.get_args(FlowMessage)) == structs | verification
 
 
 def test_digests_of_a_large_model_fit_into_a_frame() -> None:
