@@ -1,4 +1,4 @@
-"""A whole job in one loop under virtual time, whose users report errors, restart what died, and look for leaks."""
+"""A whole job in one loop under virtual time; its users restart what died, and look for what is left."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from wbridge.errors import (
 )
 from wbridge.layout.source_map import SourceMap
 from wbridge.session.worker import discover_map
+from wbridge.testing.clock import MOMENT_S
 from wbridge.testing.streams import LoopDevice
 from wbridge.transport import loopback
 
@@ -84,7 +85,7 @@ class Hooks:
         await asyncio.sleep(0)
         if self.refuses:
             self.refuses -= 1
-            raise ValueError("the server is busy")
+            raise Injected("the server is busy")
 
     async def after_apply(self, update: wbridge.Update | None) -> None:
         await asyncio.sleep(0)
@@ -94,8 +95,8 @@ class Hooks:
 class TrackedDevice(LoopDevice):
     """Knows which of its memory is still held by anybody."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, delay_s: float) -> None:
+        super().__init__(delay_s=delay_s)
         self.buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
     def allocate(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> Buffer:
@@ -108,11 +109,18 @@ class World:
     """The users of one job: trainer ranks and engines, each call in an asyncio task of its own."""
 
     def __init__(
-        self, path: Path, mode: str = "sync", *, engines: Sequence[int] = (2, 1), num_trainers: int = 2, **more: object
+        self,
+        path: Path,
+        mode: str = "sync",
+        *,
+        engines: Sequence[int] = (2, 1),
+        delay_s: float = 0.001,
+        **more: object,
     ) -> None:
+        num_trainers = 2
         self.path = path
         self.config = settings(mode, len(engines), **DEADLINES | {"checksum": "on"} | more)
-        self.device = TrackedDevice()
+        self.device = TrackedDevice(delay_s)
         self.trainers = [Trainer(rank, num_trainers) for rank in range(num_trainers)]
         self.rollouts = [
             Rollout(f"engine-{i}", rank, size) for i, size in enumerate(engines) for rank in range(size)
@@ -122,6 +130,7 @@ class World:
         self.receivers: list[wbridge.ReceiverAdapter] = [self._receiver(i) for i in range(len(self.rollouts))]
         self.outcomes: list[Outcome] = []
         self.version = 0
+        self.resends = False
         self._background: list[asyncio.Task[Outcome]] = []
 
     # Making and ending adapters --------------------------------------------------------------------------
@@ -133,7 +142,7 @@ class World:
             source, rendezvous=rendezvous(self.path), config=self.config, device=self.device
         )
 
-    def _receiver(self, index: int) -> wbridge.ReceiverAdapter:
+    def _receiver(self, index: int, **more: object) -> wbridge.ReceiverAdapter:
         rollout = self.rollouts[index]
         target = msgspec.structs.replace(
             rollout.target, source_map=_source_map(rollout.engine, rollout.rank, rollout.size)
@@ -141,7 +150,7 @@ class World:
         return wbridge.ReceiverAdapter(
             target,
             rendezvous=rendezvous(self.path),
-            config=self.config,
+            config=self.config | more,
             device=self.device,
             hooks=self.hooks[index],
         )
@@ -159,6 +168,10 @@ class World:
 
     async def close(self, adapters: Iterable[Adapter]) -> list[Outcome]:
         return await self.all([("close", adapter.aclose) for adapter in adapters])
+
+    def stranger(self, **more: object) -> wbridge.ReceiverAdapter:
+        """One more adapter for the last worker, with other settings."""
+        return self._receiver(len(self.rollouts) - 1, **more)
 
     async def restart(self, senders: Iterable[int], engines: Iterable[str]) -> None:
         """Close these adapters and connect new ones in their place."""
@@ -186,7 +199,9 @@ class World:
         async def run() -> Any:
             return await call()
 
-        task = asyncio.create_task(run())
+        return await self._account(name, asyncio.create_task(run()))
+
+    async def _account(self, name: str, task: asyncio.Task[Any]) -> Outcome:
         done, _ = await asyncio.wait({task}, timeout=LIMIT_S)
         if not done:
             stack = "\n".join(str(frame) for frame in task.get_stack())
@@ -206,16 +221,29 @@ class World:
     async def all(self, calls: Sequence[tuple[str, Callable[[], Awaitable[Any]]]]) -> list[Outcome]:
         return list(await asyncio.gather(*[self.attempt(name, call) for name, call in calls]))
 
-    async def later(self, name: str, call: Callable[[], Awaitable[Any]]) -> asyncio.Task[Outcome]:
-        task = asyncio.create_task(self.attempt(name, call))
-        self._background.append(task)
+    async def start(self, name: str, call: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
+        """Call, and let the scenario cancel it; `settle` accounts for how it ended."""
+
+        async def run() -> Any:
+            return await call()
+
+        task = asyncio.create_task(run())
+        self._background.append(asyncio.create_task(self._account(name, task)))
         await passes()
         return task
 
     def sends(self, *ranks: int) -> list[tuple[str, Callable[[], Awaitable[Any]]]]:
         version = self.version
-        chosen = ranks or range(len(self.senders))
-        return [(f"send {r}", functools.partial(self.senders[r].send_weights, version, {"v": version})) for r in chosen]
+
+        async def send(rank: int) -> wbridge.Delivery:
+            try:
+                return await self.senders[rank].send_weights(version, {"v": version})
+            except Injected:
+                if not self.resends:
+                    raise
+            return await self.senders[rank].send_weights(version, {"v": version})
+
+        return [(f"send {r}", functools.partial(send, r)) for r in ranks or range(len(self.senders))]
 
     def polls(self, *indices: int, wait_s: float = POLL_S) -> list[tuple[str, Callable[[], Awaitable[Any]]]]:
         chosen = indices or range(len(self.receivers))
@@ -267,7 +295,8 @@ class World:
             if all(o.error is None and o.value is not None for o in outcomes) and self.all_hold():
                 return
             failed = {i for i, o in enumerate(sent) if isinstance(o.error, PeerLost | BarrierTimeout)}
-            dead = {i for i, o in enumerate(sent) if isinstance(o.error, FINAL)} | (failed & suspects)
+            dead = {i for i, o in enumerate(sent) if isinstance(o.error, FINAL)}
+            dead |= failed if failed & suspects else set()
             suspects = failed - dead
             broken = {
                 rollout.engine
@@ -286,7 +315,7 @@ class World:
         for outcome in await self.close(self.adapters):
             assert outcome.error is None, outcome
         self.outcomes.clear()
-        await passes()
+        await asyncio.sleep(MOMENT_S)
         assert self.device.num_open == 0, "streams are open"
         assert self.device.num_pending == 0, "work was left in a stream"
         assert not list(self.path.iterdir()), "the rendezvous file is left"
@@ -296,6 +325,7 @@ class Leaks:
     """What there is before a run, and must be there after it."""
 
     def __init__(self) -> None:
+        _collect()
         self._tasks = len(asyncio.all_tasks())
         self._descriptors = _descriptors()
         self._threads = set(threading.enumerate())
@@ -305,11 +335,19 @@ class Leaks:
         assert len(tasks) == self._tasks, f"tasks are left: {tasks}"
         assert set(threading.enumerate()) == self._threads, "threads are left"
         if _descriptors() != self._descriptors or device.buffers or len(loopback._REGISTRY._transports):
-            gc.collect()
+            _collect()
         left = _descriptors()
-        assert left == self._descriptors, f"descriptors are left: {dict(left.items() - self._descriptors.items())}"
+        assert left == self._descriptors, (
+            f"descriptors are left: {dict(left.items() - self._descriptors.items())}"
+        )
         assert not device.buffers, f"{len(device.buffers)} buffers are held"
         assert not len(loopback._REGISTRY._transports), "transports are registered"
+
+
+def _collect() -> None:
+    """Twice: tensors hold their memory where the collector cannot see it."""
+    gc.collect()
+    gc.collect()
 
 
 def _descriptors() -> dict[str, str]:

@@ -121,6 +121,7 @@ class Watch:
         self.executed: set[Point] = set()
         """Points that were executed, suspended or not, while `trace` was on."""
         self.is_cut = False
+        self._is_stopped = False
 
     @contextmanager
     def tasks(self) -> Iterator[None]:
@@ -132,6 +133,13 @@ class Watch:
             yield
         finally:
             loop.set_task_factory(before)
+
+    def cuts_in(self, files: tuple[str, ...]) -> bool:
+        return self._cut is not None and self._cut.point.file in files
+
+    def stop(self) -> None:
+        """See no more."""
+        self._is_stopped = True
 
     def _make_task(
         self,
@@ -146,7 +154,7 @@ class Watch:
 
     def suspended(self, coro: Coroutine[Any, Any, Any]) -> BaseException | None:
         """A task has stopped to wait. Return what is to be raised where it stands."""
-        if self.is_cut:
+        if self.is_cut or self._is_stopped:
             return None
         chain = tuple(point for frame in _frames(coro) if (point := self._code.at(frame)) is not None)
         if not chain:
@@ -166,23 +174,24 @@ class Watch:
     def trace(self, *, raising: BaseException | None = None) -> Iterator[None]:
         """Note what is executed without being suspended; or raise `raising` there, at the cut's line."""
 
-        def enter(frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
+        def enter(frame: FrameType, event: str, arg: object) -> Any:  # Any: as `settrace` has it
             if not self._code.has(frame):
                 return None
             frame.f_trace_opcodes = raising is None
             return step
 
-        def step(frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
+        def step(frame: FrameType, event: str, arg: object) -> Any:  # Any: likewise
             if raising is None:
                 if event == "opcode" and (point := self._code.starts_at(frame)) is not None:
                     self.executed.add(point)
             elif event == "line" and not self.is_cut and self._stands_before_cut(frame):
                 self.is_cut = True
+                sys.settrace(None)
                 raise raising
             return step
 
         before = sys.gettrace()
-        sys.settrace(enter)
+        sys.settrace(enter)  # what is raised in it ends it
         try:
             yield
         finally:

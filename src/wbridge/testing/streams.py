@@ -84,6 +84,9 @@ class LoopStream:
         self.submit(event.synchronize)
 
     def close(self) -> None:
+        """What was submitted still runs, a moment later."""
+        if not self.is_closed and self.queue:
+            self.demand(self.num_submitted)
         self.is_closed = True
 
     def demand(self, position: int) -> None:

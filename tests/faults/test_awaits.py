@@ -1,0 +1,252 @@
+"""Every await of sender, receiver and coordinator is cancelled once and fails once, and the job survives it.
+
+The awaits are listed from the code, and one that no scenario reaches fails a test. Each is cut in the first
+scenario that reaches it, in a whole job under virtual time. Afterwards no worker claims a version that it
+does not hold, what survives and what its users restart takes the next version, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import itertools
+import logging
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pytest
+
+import wbridge
+from tests.faults.scenarios import SCENARIOS
+from tests.faults.world import Injected, Leaks, World
+from wbridge.errors import PeerLost
+from wbridge.testing.awaits import Chain, Code, Cut, Point, Watch
+from wbridge.testing.clock import owner, run_virtual
+
+ROOT = Path(wbridge.__file__).parent
+PACKAGES = ("session", "engine", "control", "staging", "flow")
+MORE = tuple(f"transport/{name}.py" for name in ("loopback", "select", "inbox", "operations", "exposures"))
+"""Transports that leave the process have their own faults: the conformance suite, and the process tests."""
+
+FILES = [f"{package}/{path.name}" for package in PACKAGES for path in sorted((ROOT / package).glob("*.py"))]
+CODE = Code("wbridge", [*FILES, *MORE])
+
+How = Literal["cancel", "close", "fail", "break"]
+"""Cancel the task (a user's by asyncio, one of ours as its task group would); close its adapter at that very
+moment; let the statement fail before it waits; break the socket that it waits for."""
+
+SAMPLE = 12
+"""Cuts of each kind in an ordinary session; `nox -s explore` makes them all."""
+
+UNREACHED = {
+    # The thread that virtual time replaces; `test_lifecycle` covers it.
+    ("session/portal.py", "async with BlockingPortal() as portal:"): "needs a thread",
+    ("session/portal.py", "await self._stop.wait()"): "needs a thread",
+    ("session/portal.py", "await portal.stop(cancel_remaining=True)"): "needs a thread",
+    ("session/worker.py", "device.close"): "a device of the adapter's own, whose streams are threads",
+    # No adapter asks for TLS yet; `test_connection` covers it.
+    ("control/connection.py", "_start_tls("): "TLS",
+    ("control/connection.py", "return await TLSStream.wrap("): "TLS",
+    ("control/connection.py", "await anyio.aclose_forcefully(stream)"): "a listener with another secret",
+    # Other transports than loopback.
+    ("transport/select.py", "self._shared_memory"): "another process",
+    ("transport/select.py", "self._ucxx"): "another process",
+    ("engine/credits.py", "Placed("): "parameters in shared memory",
+    ("engine/mailer.py", "self._endpoint.fill("): "a transport that fills in place",
+    ("engine/mailer.py", "await gathered.wait()"): "its cleanup, and gathering in place",
+    ("engine/mailer.py", "self._arrived(order, memory"): "gathering in place",
+    # Loopback copies small pieces at once, so nobody is ever found in the middle of a write.
+    ("transport/exposures.py", "await wakeup.wait()"): "a write in progress",
+    ("transport/loopback.py", "self._exposures.withdraw(remote)"): "a writer that is still there",
+    (
+        "engine/receive.py",
+        "await self._context.transport.withdraw(remote)",
+    ): "credits that are out at the end",
+    ("engine/receive.py", "await anyio.sleep_forever()"): "a write in progress",
+    ("transport/inbox.py", "await turn.wakeup.wait()"): "256 unread messages",
+    # What cleans up after another await was cut: these run in the cuts themselves.
+    ("session/contexts.py", "await _close(endpoints)"): "cleanup",
+    ("session/contexts.py", "await endpoint.aclose()"): "cleanup",
+    ("session/sending.py", "await publication.answered.wait()"): "cleanup",
+    ("session/sending.py", "await publication.released.wait()"): "cleanup",
+    # A worker that breaks the protocol, a coordinator that is found again after it was left.
+    ("control/coordinator.py", "await lease.wait_lost()"): "a worker that breaks the protocol",
+    ("control/lease.py", "await self.receive()"): "a worker that breaks the protocol",
+    ("session/member.py", "await connection.aclose()"): "an incarnation that comes back",
+    ("session/member.py", "await anyio.sleep(MAX_BACKOFF_S)"): "an incarnation that comes back",
+    # A coordinator on its own (`wbridge coordinator`) says goodbye; an embedded one ends with its worker.
+    (
+        "control/coordinator.py",
+        "await self._epochs.wait_until(lambda: not any(self._membership))",
+    ): "standalone",
+    ("control/publishing.py", "await self._changed.wait()"): "an epoch that ends while a grant is out",
+    ("control/epochs.py", "await live.wait_settled()"): "an epoch that ends while a grant is out",
+}
+"""Awaits that no scenario reaches, by file and a part of their line, with the reason."""
+
+WHOLE = ("session/portal.py", "session/worker.py")
+"""Where `await work()` fails only as what it runs: no coroutine function fails before its first line."""
+
+ALONE = ("session/sender.py", "session/trainer.py", "session/script.py")
+"""A send that fails here never begins, so the other ranks wait for this one to try again."""
+
+
+class Reached(msgspec.Struct):
+    """Where a point is reached first: the scenario and the chain of the task that is suspended there."""
+
+    scenario: str
+    chain: Chain
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """Hundreds of jobs that break on purpose; and what exists already is not searched for leaks each time."""
+    logging.disable(logging.ERROR)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    logging.disable(logging.NOTSET)
+
+
+@functools.cache
+def record(scenario: str) -> tuple[list[Chain], frozenset[Point]]:
+    """Run a scenario uncut; return where its tasks were suspended, in order, and what was executed."""
+    watch = Watch(CODE)
+    play(scenario, watch)
+    return watch.chains, frozenset(watch.executed)
+
+
+def play(scenario: str, watch: Watch, raising: BaseException | None = None, *, is_cut: bool = False) -> None:
+    """Run one job through a scenario, let its users recover, and look for what is left."""
+    act, settings = SCENARIOS[scenario]
+
+    async def main(path: Path) -> None:
+        leaks = Leaks()
+        with watch.tasks():
+            world = worlds[watch] = World(path, **settings)  # type: ignore[arg-type]  # by name
+            world.resends = is_cut and watch.cuts_in(ALONE)
+            with watch.trace(raising=raising) if raising or not is_cut else contextlib.nullcontext():
+                await act(world)
+            watch.stop()
+            assert watch.is_cut == is_cut, "the cut was not reached: the run went another way"
+            await world.recover()
+            await world.finish()
+        device = world.device
+        del world, worlds[watch]
+        if raising is not None:  # it knows every frame that it went through
+            raising.__traceback__ = raising.__context__ = None
+        leaks.check(device)
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_virtual(lambda: main(Path(folder)))
+
+
+worlds: dict[Watch, World] = {}
+"""The running one, for whoever cuts it."""
+
+
+@functools.cache
+def first_reached() -> dict[Point, Reached]:
+    """Each point that suspends a task, with the first scenario in which it does."""
+    found: dict[Point, Reached] = {}
+    for scenario in SCENARIOS:
+        for chain in record(scenario)[0]:
+            for point in chain:
+                found.setdefault(point, Reached(scenario, chain))
+    return found
+
+
+@functools.cache
+def first_executed() -> dict[Point, str]:
+    found: dict[Point, str] = {}
+    for scenario in SCENARIOS:
+        for point in record(scenario)[1]:
+            found.setdefault(point, scenario)
+    return found
+
+
+def cuts(how: How) -> list[Point]:
+    """The points that are cut in this way. Those of one suspension are cut together, by its innermost."""
+    if how == "fail":
+        # Leaving a block fails only with what runs in it, and each of that fails by itself.
+        return sorted(p for p in first_executed() if p.kind != "leave" and not is_whole(p))
+    reached = first_reached()
+    if how == "break":
+        return sorted(p for p in reached if p.file == "control/connection.py" and reached[p].chain[-1] == p)
+    chains = {reached[point].chain: point for point in sorted(reached)}
+    return sorted(chains.values())
+
+
+def cut(point: Point, how: How) -> None:
+    """Cut one await in one run; everything else is `play`'s to check."""
+    if how == "fail":
+        is_control = point.file.startswith(("control/", "transport/"))
+        kind = PeerLost if is_control else Injected
+        play(first_executed()[point], Watch(CODE, Cut(point)), kind(f"injected at {point}"), is_cut=True)
+        return
+
+    def inject(chain: Chain) -> BaseException | None:
+        if how == "break":
+            return OSError("injected: the connection was reset")
+        task, adapter = asyncio.current_task(), owner.get()
+        assert task is not None
+        if how == "close" and adapter:
+            worlds[watch].close_owner(adapter)
+        else:
+            task.cancel()
+        return None
+
+    watch = Watch(CODE, Cut(point), inject)
+    play(first_reached()[point].scenario, watch, is_cut=True)
+
+
+def is_whole(point: Point) -> bool:
+    return point.file in WHOLE and "await work()" in line_of(point)
+
+
+def line_of(point: Point) -> str:
+    return (ROOT / point.file).read_text().splitlines()[point.line - 1].strip()
+
+
+def check(points: list[Point], how: How) -> None:
+    failed: dict[str, str] = {}
+    for point in points:
+        try:
+            cut(point, how)
+        except Exception as exc:  # collected, so that one run shows all
+            error: BaseException = exc
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            failed[str(point)] = f"{type(error).__name__}: {error}"
+    assert not failed, "\n".join(f"{how} {point}: {why}" for point, why in failed.items())
+
+
+def test_every_await_is_reached() -> None:
+    missing = [point for point in CODE.points() if point not in first_executed()]
+    known = {key: [p for p in missing if p.file == key[0] and key[1] in line_of(p)] for key in UNREACHED}
+    excused = set(itertools.chain.from_iterable(known.values()))
+    assert not [f"{point}: {line_of(point)}" for point in missing if point not in excused]
+    assert not [key for key, points in known.items() if not points], "reached now: remove the excuse"
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "fail", "break"])
+def test_an_await_that_is_cut_leaves_a_job_that_goes_on(how: How) -> None:
+    points = cuts(how)
+    check(random.Random(0).sample(points, min(SAMPLE, len(points))), how)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("how", ["cancel", "close", "fail", "break"])
+def test_every_await_that_is_cut_leaves_a_job_that_goes_on(how: How) -> None:
+    check(cuts(how), how)
