@@ -314,9 +314,6 @@ FlowMessage: TypeAlias = (
     | flow.WithdrawOffer
     | flow.Landed
     | flow.Finished
-    | flow.Credit
-    | flow.Arrived
-    | flow.Stopped
     | flow.Vacant
     | flow.Hold
     | flow.Promise
