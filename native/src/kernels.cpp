@@ -12,8 +12,10 @@ namespace wbridge {
 namespace {
 
 constexpr std::int64_t line = 64;
-// A shorter run has too many of its bytes in lines that it does not fill.
+// A shorter run has too many of its bytes in lines that it does not fill; one that lies apart from the next must
+// be longer, since the processor then reads ahead only inside it.
 constexpr std::int64_t shortest_stream = 512;
+constexpr std::int64_t shortest_stream_apart = 4096;
 constexpr std::int64_t prefetch_nbytes = 512;
 
 void stream_run(char *to, const char *from, std::int64_t nbytes) {
@@ -83,7 +85,8 @@ void move_runs(const Loop *loops, std::size_t num_loops, char *to, const char *f
         case 64: return move_fixed<64>(loops, num_loops, to, from);
         default: break;
     }
-    if (stream && run >= shortest_stream)
+    const bool is_apart = num_loops > 0 && loops[num_loops - 1].from != run;
+    if (stream && run >= (is_apart ? shortest_stream_apart : shortest_stream))
         return walk(loops, num_loops, to, from, [run](char *t, const char *f) { stream_run(t, f, run); });
     const auto length = static_cast<std::size_t>(run);
     walk(loops, num_loops, to, from, [length](char *t, const char *f) { std::memcpy(t, f, length); });
