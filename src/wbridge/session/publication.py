@@ -37,7 +37,7 @@ class Publication:
         self._open = set(engines)
         self._unsettled = set(engines)
         self._unlanded = set(engines)
-        self._abort = abort
+        self._abort: Callable[[Publication], Future[None]] | None = abort
         self._landed: Future[None] = Future()
         self._applied: Future[None] = Future()
 
@@ -74,6 +74,10 @@ class Publication:
         _resolve(self._landed, error)
         _resolve(self._applied, error)
 
+    def let_go(self) -> None:
+        """All is over: hold nothing of the epoch, since the caller may keep this for as long as it likes."""
+        self.source = self._abort = None
+
     def landed_script(self) -> Script[Outcomes]:
         yield Wait(self._landed)
         return dict(self.outcomes)
@@ -84,7 +88,9 @@ class Publication:
 
     def abort_script(self) -> Script[None]:
         """Return when no engine is being written any more, whatever became of the version."""
-        yield Wait(self._abort(self))
+        abort = self._abort
+        if abort is not None:
+            yield Wait(abort(self))
 
 
 def _resolve(future: Future[None], error: WBridgeError | None) -> None:

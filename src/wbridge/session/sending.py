@@ -246,6 +246,7 @@ class SendingEpoch:
         self._by_call.pop(publication.call, None)
         if publication.ticket is not None:
             self._by_ticket.pop(publication.ticket, None)
+        publication.let_go()
 
     def end(self, error: WBridgeError) -> None:
         """The epoch is over and nothing of it runs any more: what is unfinished fails with `error`."""
