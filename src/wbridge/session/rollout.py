@@ -28,7 +28,8 @@ from wbridge.session.contexts import open_receiver_context
 from wbridge.session.endpoints import Target
 from wbridge.session.gate import StepGate
 from wbridge.session.member import Addresses
-from wbridge.session.script import Run, Script, Wait, first_done
+from wbridge.session.pausing import Pausing
+from wbridge.session.script import Run, Script, Wait
 from wbridge.session.steps import Step, is_inside_step
 from wbridge.session.updates import RolloutHooks, Serving, Update
 from wbridge.session.verification import Respondent
@@ -55,7 +56,7 @@ class Rollout:
         self._target = target
         self._worker = Worker(job, device)
         self._config = job.config
-        self._hooks = hooks
+        self._pausing = Pausing(hooks)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._lockstep: Lockstep | None = None
         self._destinations: Destinations | None = None
@@ -70,10 +71,9 @@ class Rollout:
         self._after: Event | None = None
         self._yielded_s = 0.0
         self._is_cancelled = False
-        self._has_paused = False  # `before_apply` was begun in this poll
         self._is_live = False
         self._unsent: list[FlowMessage] = []
-        self.gate: StepGate = StepGate()
+        self.gate: StepGate = self._pausing.gate
         self.serving: Serving = Serving()
 
     # The caller's side ---------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Rollout:
         begun_s = parked_s = time.perf_counter()
         slept = wait_s is not None and not lockstep.follower.flag
         refusal: BaseException | None = None
-        self._has_paused = False
+        self._pausing.begin_poll()
         instruction = yield from self._ask(functools.partial(lockstep.poll, wait_s))
         while True:
             match instruction:
@@ -134,7 +134,7 @@ class Rollout:
                     failure = yield from self._finish()
                     instruction = yield from self._ask(functools.partial(lockstep.applied, hold, failure))
                 case Unpark():
-                    yield from self._resume(None, refusal)
+                    yield from self._pausing.end(None, refusal)
                     return None
                 case Leave():
                     now_s = time.perf_counter()
@@ -146,7 +146,7 @@ class Rollout:
                     )
                     return (yield from self._leave(instruction, stats))
                 case PollFails():
-                    yield from self._resume(None, self._failure(instruction))
+                    yield from self._pausing.end(None, self._failure(instruction))
 
     def _ask(self, work: Callable[[], Awaitable[Instruction]]) -> Script[Instruction]:
         """Do something in the loop thread and return the next instruction. A cancelled caller stays until
@@ -172,31 +172,14 @@ class Rollout:
 
     def _before_apply(self, stream: Stream | None) -> Script[BaseException | None]:
         """Get this worker ready to be written; what fails is the reason to refuse."""
-        destinations = self._destinations
-        assert destinations is not None
-        try:
-            destinations.check()
-            if self._hooks is not None:
-                self._has_paused = True
-                yield Run(self._hooks.before_apply)
-        except GeneratorExit:
-            raise
-        except BaseException as exc:  # a cancelled hook too: the engine is told, and the poll raises it
-            return exc
-        if (yield from self._drain()):
-            self._after = (stream or self._worker.current_stream()).record()  # behind the last open step
-        return None
-
-    def _drain(self) -> Script[bool]:
-        """Wait until no step is open; False if the engine lets this worker go first."""
-        assert self._lockstep is not None
-        while (drained := self.gate.try_close()) is not None:
-            let_go = self._worker.loop.submit(self._lockstep.wait_instruction)
-            yield Wait(first_done(drained, let_go.finished), self._cancel_poll)
-            if not drained.done():
-                return False
-            self._worker.loop.cancel(let_go)
-        return True
+        destinations, lockstep = self._destinations, self._lockstep
+        assert destinations is not None and lockstep is not None
+        refusal = yield from self._pausing.before(destinations.check)
+        if refusal is None:
+            drain = self._pausing.drain(self._worker.loop, lockstep.wait_instruction, self._cancel_poll)
+            if (yield from drain):
+                self._after = (stream or self._worker.current_stream()).record()  # behind the last open step
+        return refusal
 
     async def _answer(self, hold: int, refusal: BaseException | None) -> Instruction:
         assert self._lockstep is not None
@@ -218,34 +201,19 @@ class Rollout:
 
     def _leave(self, leave: Leave, stats: UpdateStats) -> Script[Update | None]:
         if leave.outcome == "aborted":
-            yield from self._resume(None)
+            yield from self._pausing.end(None)
             return None
         if leave.outcome == "tainted":
             self._taint(f"version {leave.version} (ticket {leave.ticket}) failed midway")
             error = f"{self._target.worker}: {self.serving.tainted}; poll until a whole version lands"
-            yield from self._resume(None, UpdateAborted(error))  # raises it
+            yield from self._pausing.end(None, UpdateAborted(error))  # raises it
         assert self._applying is not None
         self._committed = self._applying
         self.serving = Serving(leave.version, leave.ticket)
         metadata = msgspec.msgpack.decode(self._packed) if self._packed else {}
         update = Update(leave.version, self._committed.epoch, leave.ticket, metadata, stats)
-        yield from self._resume(update)
+        yield from self._pausing.end(update)
         return update
-
-    def _resume(self, update: Update | None, error: BaseException | None = None) -> Script[None]:
-        """Let steps begin, run `after_apply` if `before_apply` has run, and raise what ended the poll."""
-        self.gate.open()
-        if self._has_paused and self._hooks is not None:
-            try:
-                yield Run(self._hooks.after_apply, update)
-            except GeneratorExit:
-                raise
-            except BaseException as exc:  # raised at once, the earlier error as its cause
-                if error is None:
-                    raise
-                raise exc from error
-        if error is not None:
-            raise error
 
     def _failure(self, fails: PollFails) -> WBridgeError:
         if fails.tainted:
