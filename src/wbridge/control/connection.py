@@ -53,6 +53,11 @@ class Connection:
         address = self._stream.extra(anyio.abc.SocketAttribute.local_address)
         return str(address[0]) if isinstance(address, tuple) else "127.0.0.1"
 
+    @property
+    def num_buffered(self) -> int:
+        """Bytes that have come of a message that is not whole."""
+        return len(self._reader.buffer)
+
     def trust(self) -> None:
         """Accept frames of full size from now on: the peer has authenticated itself."""
         self._limit_nbytes = codec.MAX_FRAME_NBYTES

@@ -14,6 +14,8 @@ from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, WBridgeError
 
 MISSED_RENEWALS = 3
 """After this many heartbeats that did not come, a peer counts as lost."""
+LAST_LOOK_S = 0.01
+"""After the last of them: long enough to find what came while this process did not run."""
 MAX_POSTED = 4096
 """Frames that may wait for one slow peer; one more and it counts as lost."""
 
@@ -89,16 +91,9 @@ class LeasedConnection:
             EndpointClosed: this side has closed the connection.
             WBridgeError: the class and text with which the peer rejected this side.
         """
-        lease_s = MISSED_RENEWALS * self._heartbeat_s
         try:
             while True:
-                message: Message | None = None
-                with anyio.move_on_after(lease_s):
-                    message = await self._connection.receive()
-                if message is None:
-                    raise PeerLost(
-                        f"{self.remote} was silent for {lease_s:g} s, {MISSED_RENEWALS} heartbeats"
-                    )
+                message = await self._receive_in_time()
                 if not isinstance(message, Heartbeat):
                     return message
         except ProtocolError:
@@ -108,6 +103,22 @@ class LeasedConnection:
             if self._aborted:
                 raise PeerLost(f"{self.remote} is given up: {self._aborted}") from exc
             raise
+
+    async def _receive_in_time(self) -> Message:
+        """Return the next message of a peer that keeps sending, if only parts of one.
+
+        A timer that is late may fire before what came meanwhile is read. So each heartbeat is waited for
+        by itself: a pause of this process or its machine, however long, is one that did not come.
+        """
+        waits_s = (self._heartbeat_s,) * MISSED_RENEWALS + (LAST_LOOK_S,)
+        num_missed = 0
+        while num_missed < len(waits_s):
+            num_buffered = self._connection.num_buffered
+            with anyio.move_on_after(waits_s[num_missed]):
+                return await self._connection.receive()
+            num_missed = num_missed + 1 if self._connection.num_buffered == num_buffered else 0
+        lease_s = MISSED_RENEWALS * self._heartbeat_s
+        raise PeerLost(f"{self.remote} was silent for {lease_s:g} s, {MISSED_RENEWALS} heartbeats")
 
     async def wait_lost(self) -> None:
         """Ignore what still arrives, until the peer is gone."""

@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import asyncio
+import os
+import select
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio
+import anyio.abc
 import pytest
 
+from wbridge.control import codec
 from wbridge.control import lease as lease_module
 from wbridge.control.connection import Connection, connect_tcp, serve_tcp
 from wbridge.control.lease import LeasedConnection
 from wbridge.control.messages import Bye, EpochReady, Heartbeat, Join, Rejected
 from wbridge.errors import ConfigError, EndpointClosed, PeerLost
 from wbridge.ids import Epoch
+from wbridge.testing.clock import VirtualTimeLoop, run_virtual
 
 pytestmark = pytest.mark.anyio
 IDLE_S = 1000.0
@@ -70,6 +76,73 @@ async def test_a_silent_peer_is_lost_after_three_heartbeats() -> None:
         with pytest.raises(PeerLost, match=r"silent for 0\.03 s, 3 heartbeats"):
             await lease.receive()
         lease.finish()
+
+
+def descriptor_of(connection: Connection) -> int:
+    return connection._stream.extra(anyio.abc.SocketAttribute.raw_socket).fileno()
+
+
+class Pauses:
+    """A process that does not run for a while, in which its peer goes on."""
+
+    def __init__(self, near: Connection, far: Connection) -> None:
+        self._near, self._far = descriptor_of(near), descriptor_of(far)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        self._loop = loop
+
+    def pass_by(self, pause_s: float, frame: bytes = b"") -> None:
+        """Stand still for that time. Meanwhile `frame` comes; nothing of it has been read afterwards."""
+        if frame:
+            os.write(self._far, frame)
+            assert select.select([self._near], [], [], 10)[0]
+        self._loop.now_s += pause_s
+
+
+@pytest.mark.parametrize("num_silent", [0, 1, 2])
+def test_a_pause_of_this_process_is_no_silence_of_its_peer(num_silent: int) -> None:
+    """What came meanwhile is unread when the timer, long overdue, fires."""
+
+    async def main() -> None:
+        async with pair() as (near, far), anyio.create_task_group() as tasks:
+            lease, pauses = LeasedConnection(near, 10.0), Pauses(near, far)
+            tasks.start_soon(lease.run)
+
+            async def pause() -> None:
+                await anyio.sleep(10.0 * num_silent + 5.0)
+                for _ in range(10):
+                    pauses.pass_by(1000.0, codec.encode(Heartbeat()))
+                    await anyio.sleep(0.1)
+                pauses.pass_by(1000.0, codec.encode(Bye()))
+
+            tasks.start_soon(pause)
+            assert await lease.receive() == Bye()
+            lease.abort("over")
+
+    run_virtual(main)
+
+
+def test_a_long_message_over_a_slow_link_is_no_silence() -> None:
+    """While it comes, no heartbeat can."""
+
+    async def main() -> None:
+        async with pair() as (near, far), anyio.create_task_group() as tasks:
+            lease, message = LeasedConnection(near, 10.0), Join(b"m" * 4096, b"")
+            tasks.start_soon(lease.run)
+
+            async def trickle() -> None:
+                frame = codec.encode(message)
+                for start in range(0, len(frame), 512):
+                    await anyio.sleep(25.0)
+                    os.write(descriptor_of(far), frame[start : start + 512])
+
+            tasks.start_soon(trickle)
+            assert await lease.receive() == message
+            with pytest.raises(PeerLost, match="silent for 30 s"):
+                await lease.receive()
+            lease.abort("over")
+
+    run_virtual(main)
 
 
 async def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
