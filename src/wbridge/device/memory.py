@@ -24,17 +24,20 @@ class HostMemory:
             visibility = mmap.MAP_SHARED
         if nbytes:
             file = -1 if self.descriptor is None else self.descriptor
-            mapping = _Mapping(file, nbytes, flags=visibility | mmap.MAP_POPULATE)
-            mapping.memory = self
-            self.view: memoryview = memoryview(mapping)
+            self._mapping = _Mapping(file, nbytes, flags=visibility | mmap.MAP_POPULATE)
+            self.view: memoryview = memoryview(self._mapping)
         else:  # mmap accepts no empty range
             self.view = memoryview(bytearray())
 
+    def live_with_its_bytes(self) -> None:
+        """Stay alive, with the descriptor, for as long as somebody uses the bytes."""
+        self._mapping.owner = self  # a cycle, which the garbage collector finds
+
 
 class _Mapping(mmap.mmap):
-    """Keeps the `HostMemory` alive for those who have only its bytes."""
+    """A mapping that can keep its owner alive."""
 
-    memory: HostMemory
+    owner: HostMemory
 
 
 class ForeignMemory:

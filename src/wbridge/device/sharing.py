@@ -38,6 +38,8 @@ def share_memory(owner: torch.nn.Module | Iterable[torch.Tensor]) -> None:
             raise ConfigError(f"a tensor on {tensor.device} cannot be shared; move it to the host first")
         storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
     storages.pop(0, None)  # of empty tensors
+    if not storages:
+        return
     offsets, end = {}, 0
     for address, storage in storages.items():
         offsets[address] = end
@@ -52,6 +54,7 @@ def share_memory(owner: torch.nn.Module | Iterable[torch.Tensor]) -> None:
         address = tensor.untyped_storage().data_ptr()
         if address in moved:
             _rebind(tensor, moved[address])
+    arena.live_with_its_bytes()
     _arenas.add(arena)
 
 
