@@ -15,7 +15,7 @@ from wbridge.device.base import Event
 from wbridge.engine.context import ReceiverContext, close_endpoints
 from wbridge.engine.credits import CreditSender
 from wbridge.engine.scatters import Scatters
-from wbridge.errors import UpdateAborted
+from wbridge.errors import InternalError, UpdateAborted
 from wbridge.flow.actions import GiveCredit, GroupReady, ReplaceSlot, RingAction, TakeBack, ToLeader
 from wbridge.flow.messages import Arrived, Credit, Placement, Stopped
 from wbridge.flow.ring import Incoming, ReceiverRing
@@ -196,6 +196,8 @@ class ReceiveEngine:
                 scatters.close()
         if error := scatters.error or aborted:
             raise error
+        if self.num_written < len(self._groups) or not scatters.is_over:
+            raise InternalError(f"{self._context.worker}: an apply was cut short; please report it")
 
     async def _start_all(self, ticket: int, after: Event, scatters: Scatters) -> None:
         for group in self._groups:

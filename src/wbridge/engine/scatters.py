@@ -36,6 +36,11 @@ class Scatters:
         self._changed = anyio.Event()
         self.error: Exception | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Nothing is in flight, and nothing will be."""
+        return self._is_closed and not self._flying
+
     def start(self, group: Group, slot: int, *, after: Event | None) -> None:
         """Copy `group` out of `slot`, behind all copies before it and not before `after` is done."""
         try:

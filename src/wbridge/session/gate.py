@@ -24,6 +24,10 @@ class StepGate:
         self._drained: Future[None] | None = None
         self._waiting: dict[Future[int], int] = {}  # steps that `open` lets in, and their threads
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def enter(self, thread: int, *, blocking: bool, is_nested: bool = False) -> Future[int] | None:
         """Count one more open step, or return a future that is done when it has been counted.
 

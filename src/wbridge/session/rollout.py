@@ -155,10 +155,12 @@ class Rollout:
         call = loop.submit(work)
         try:
             instruction: Instruction = yield Wait(call.finished, self._cancel_poll)
-        except BaseException as exc:  # whatever it is, the engine waits for this poll in vain; raised again
-            with contextlib.suppress(EndpointClosed):
-                loop.submit(functools.partial(self._leave_engine, f"a poll failed: {exc!r}"))
+        except GeneratorExit:
             raise
+        except BaseException as exc:  # whatever it is, the engine waits for this poll in vain, and is told
+            instruction = PollFails(f"a poll failed: {exc!r}", tainted=self.gate.is_closed)
+            with contextlib.suppress(EndpointClosed):
+                loop.submit(functools.partial(self._leave_engine, instruction.reason))
         return instruction
 
     async def _leave_engine(self, reason: str) -> None:

@@ -120,8 +120,9 @@ class Trainer:
     async def _live_epoch(self, what: str) -> SendingEpoch:
         """Wait for a live epoch, at most `coordinator_timeout_s`."""
         timeout_s = self._config.coordinator_timeout_s
-        with anyio.move_on_after(timeout_s):
-            await self._live.wait()
+        if not self._live.is_set():  # else a cancelled call begins all the same, and is then withdrawn
+            with anyio.move_on_after(timeout_s):
+                await self._live.wait()
         if self._ended is not None:
             raise self._ended
         if self._epoch is None or not self._live.is_set():
