@@ -39,8 +39,9 @@ async def idling(world: World) -> None:
     await world.attempt("status", lambda: request_status(where, Config(connect_timeout_s=2.0)))
 
     async def follow(index: int) -> None:
-        async for _ in world.receivers[index].updates():
-            return
+        with anyio.move_on_after(20.0):
+            async for _ in world.receivers[index].updates():
+                return
 
     world.train()
     follows = [(f"follow {i}", functools.partial(follow, i)) for i in range(len(world.receivers))]

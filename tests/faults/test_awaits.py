@@ -144,7 +144,7 @@ def play(scenario: str, watch: Watch, raising: BaseException | None = None, *, i
         device = world.device
         del world, worlds[watch]
         if raising is not None:  # it knows every frame that it went through
-            raising.__traceback__ = raising.__context__ = None
+            raising.__traceback__ = raising.__context__ = raising.__cause__ = None
         leaks.check(device)
 
     with tempfile.TemporaryDirectory() as folder:

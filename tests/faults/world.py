@@ -174,7 +174,7 @@ class World:
         return self._receiver(len(self.rollouts) - 1, **more)
 
     async def restart(self, senders: Iterable[int], engines: Iterable[str]) -> None:
-        """Close these adapters and connect new ones in their place."""
+        """Close these adapters and connect new ones in their place; a new rollout has other weights first."""
         ranks = sorted(set(senders))
         workers = sorted({i for engine in engines for i in self.of_engine(engine)})
         await self.close([*(self.senders[i] for i in ranks), *(self.receivers[i] for i in workers)])
@@ -182,6 +182,8 @@ class World:
             self.senders[i] = self._sender(i)
         for i in workers:
             self.receivers[i], self.hooks[i].is_paused = self._receiver(i), False
+            for tensor in self.rollouts[i].parameters.values():
+                tensor.fill_(-1.0)
         await self.connect([*(self.senders[i] for i in ranks), *(self.receivers[i] for i in workers)])
 
     def close_owner(self, owner: str) -> None:
@@ -277,6 +279,8 @@ class World:
 
         for i, rollout in enumerate(self.rollouts):
             outcome = await self.attempt("step", functools.partial(step, i))
+            if isinstance(outcome.error, Injected | asyncio.CancelledError):  # this very call was cut
+                outcome = await self.attempt("step again", functools.partial(step, i))
             if outcome.error is None:
                 assert holds(rollout, outcome.value), f"{rollout.target.worker}: {outcome.value} is not whole"
             else:
