@@ -188,7 +188,8 @@ inline std::uint16_t narrow(std::uint32_t bits) {
 }
 
 // Compiled for wide vectors too where the loader can choose; sanitizers start too late for that.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__) && defined(__GLIBC__)
 #define WBRIDGE_WIDE __attribute__((target_clones("avx2", "default")))
 #else
 #define WBRIDGE_WIDE
