@@ -28,17 +28,23 @@ SEATS: dict[str, Seat] = {
 }
 """The roles; `leader` and `follower` make up `engine-0`, beside `engine-1` of one worker, the `neighbour`."""
 
+TRAINERS = ("trainer-0", "trainer-1")
+NEIGHBOURS = ("neighbour", "neighbour-2")
+
 ENOUGH_SENDS = 8
 """While members change, a version may have to be sent a few times."""
 
 
 class Cast:
-    """Two trainer ranks, an engine of two workers and one of one; perhaps a coordinator of its own."""
+    """Two trainer ranks, an engine of two workers and neighbours of one; perhaps a coordinator of its own."""
 
-    def __init__(self, path: Path, mode: str, *, external: bool = False, **config: object) -> None:
+    def __init__(
+        self, path: Path, mode: str, *, external: bool = False, neighbours: int = 1, **config: object
+    ) -> None:
         url = rendezvous(path)
-        values = settings(mode, 2, transport="auto", **{**SHORT, **config})
+        values = settings(mode, 1 + neighbours, transport="auto", **{**SHORT, **config})
         self.actors: dict[str, Actor] = {}
+        self.engines: dict[str, str] = {}
         if external:
             job_wide = {name: values[name] for name in ("mode", "num_engines", "slot_nbytes")}
             job_wide |= {name: config[name] for name in ("heartbeat_s",) if name in config}
@@ -49,11 +55,16 @@ class Cast:
         for name, engine, rank, size in (
             ("leader", "engine-0", 0, 2),
             ("follower", "engine-0", 1, 2),
-            ("neighbour", "engine-1", 0, 1),
+            *[
+                (f"neighbour-{i}"[: None if i > 1 else -2], f"engine-{i}", 0, 1)
+                for i in range(1, 1 + neighbours)
+            ],
         ):
+            self.engines[name] = engine
             self.actors[name] = Actor(name, work_as_rollout, url, values, engine, rank, size)
         self.external = external
         self.version = 0
+        self.is_closed = False
         self.connect(*self.workers)
 
     @property
@@ -62,7 +73,7 @@ class Cast:
 
     @property
     def rollouts(self) -> list[str]:
-        return ["leader", "follower", "neighbour"]
+        return [name for name in self.workers if not name.startswith("trainer")]
 
     def __getitem__(self, name: str) -> Actor:
         return self.actors[name]
@@ -75,7 +86,7 @@ class Cast:
 
     def watch(self, victim: str, transition: Transition, number: int) -> Actor:
         """Arm the process that passes the transition: the victim itself, if it does."""
-        seats: Sequence[tuple[str, Seat]] = [(victim, SEATS[victim])]
+        seats: Sequence[tuple[str, Seat]] = [(victim, SEATS.get(victim, "leader"))]
         if victim in ("trainer-0", "coordinator"):
             home = "coordinator" if self.external else "trainer-0"
             seats = [*seats, (home, "coordinator")] if victim == "trainer-0" and not self.external else seats
@@ -86,7 +97,7 @@ class Cast:
         observer.hear("armed")
         return observer
 
-    def begin(self, trainers: Sequence[str] = ("trainer-0", "trainer-1")) -> int:
+    def begin(self, trainers: Sequence[str] = TRAINERS) -> int:
         """Ask these ranks for the next version."""
         self.version += 1
         for name in trainers:
@@ -107,22 +118,28 @@ class Cast:
         A send that fails because members change is repeated, as its error says; a rank whose adapter
         has ended is connected again.
         """
+        rollouts = rollouts or tuple(self.rollouts)
         for _ in range(ENOUGH_SENDS):
             version = self.begin()
-            failures = {
-                name: answer
-                for name in ("trainer-0", "trainer-1")
-                if (answer := self.answers(name)[0])["what"] == "failed"
-            }
-            ended = [name for name, answer in failures.items() if answer["error"] == "EndpointClosed"]
-            self.connect(*ended)
-            if not failures:
+            answers = dict(zip(TRAINERS, self.answers(*TRAINERS), strict=True))
+            self.connect(*[n for n, answer in answers.items() if answer.get("error") == "EndpointClosed"])
+            if all(answer["what"] == "sent" for answer in answers.values()) and self.is_applied(rollouts):
                 break
         else:
-            raise AssertionError(f"{ENOUGH_SENDS} sends have failed, the last with {failures}")
-        for name in rollouts or self.rollouts:
+            raise AssertionError(f"{ENOUGH_SENDS} sends have failed, the last with {answers}")
+        for name in rollouts:
             assert self[name].hear("applied", version=version)["whole"], f"{name} mixes versions"
         return version
+
+    def is_applied(self, rollouts: Sequence[str]) -> bool:
+        """Whether the last version has been applied there, as the trainer hears it."""
+        self["trainer-0"].tell("outcomes")
+        answer = self["trainer-0"].hear("outcomes", "failed")
+        if answer["what"] == "failed":
+            assert answer["is_ours"] and answer["text"], answer
+            return False
+        outcomes = answer["outcomes"]
+        return all(outcomes.get(self.engines[name]) == "applied" for name in rollouts)
 
     def hear_failure(self, name: str) -> Message:
         """A worker's polls have ended with an error of ours; what it holds is whole, or known as tainted."""
@@ -135,12 +152,16 @@ class Cast:
         self[name].drain()
         return any(message["what"] == "failed" for message in self[name].heard)
 
-    def close(self) -> None:
-        """All leave at once; nothing of ours is left in any of them."""
-        for name, actor in self.actors.items():
-            if name != "coordinator":
-                actor.tell("close")
-        left = {name: self[name].hear("closed")["left"] for name in self.workers}
+    def close(self, *order: str) -> None:
+        """All leave at once, or in this order; nothing of ours is left in any of them."""
+        left: dict[str, Message] = {}
+        for name in order:
+            self[name].tell("close")
+            left[name] = self[name].hear("closed")["left"]
+        if not order:
+            for name in self.workers:
+                self[name].tell("close")
+            left = {name: self[name].hear("closed")["left"] for name in self.workers}
         if self.external:
             self["coordinator"].tell("close")
             self["coordinator"].hear("closed")
@@ -148,21 +169,25 @@ class Cast:
             assert not any(leaks.values()), f"{name} leaves {leaks}"
         for actor in self.actors.values():
             assert actor.ended() == 0, actor
+        self.is_closed = True
 
 
 @contextmanager
-def cast(path: Path, mode: str, *, external: bool = False, **config: object) -> Iterator[Cast]:
+def cast(
+    path: Path, mode: str, *, external: bool = False, neighbours: int = 1, **config: object
+) -> Iterator[Cast]:
     """A connected job that has applied version 1 everywhere; whatever happens, its processes end."""
     segments = set(os.listdir("/dev/shm"))
-    job = Cast(path, mode, external=external, **config)
+    job = Cast(path, mode, external=external, neighbours=neighbours, **config)
     try:
         job.update()
         yield job
-        job.close()
+        if not job.is_closed:
+            job.close()
         assert not {name for name in set(os.listdir("/dev/shm")) - segments if "wbridge" in name}
     finally:
         for actor in job.actors.values():
             actor.kill()
 
 
-__all__ = ["PATIENCE_S", "SEATS", "Cast", "cast"]
+__all__ = ["PATIENCE_S", "SEATS", "TRAINERS", "Cast", "cast"]

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -92,6 +92,20 @@ def _lines(path: str) -> list[str]:
         return file.readlines()
 
 
+def measure(held_for_peers: Sized) -> Message:
+    """What grows if an update leaves something behind."""
+    collect()
+    resident = int(_lines("/proc/self/statm")[0].split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    held = Held()
+    return {
+        "resident": resident,
+        "descriptors": len(held.descriptors),
+        "threads": threading.active_count(),
+        "mapped": held.mapped,
+        "held_for_peers": len(held_for_peers),
+    }
+
+
 class Watching:
     """Kills, stops, or just tells of a process at a transition that this one passes."""
 
@@ -130,14 +144,20 @@ def work_as_trainer(connection: Connection, url: str, config: Mapping[str, objec
                     watching.arm(command["transition"], command["seat"], command["pid"], command["signal"])
                 case "send":
                     trainer.set_version(command["version"])
-                    sender.send_weights(command["version"])
+                    delivery = sender.send_weights(command["version"])
                     pipe.tell("sent", version=command["version"])
+                case "outcomes":
+                    pipe.tell("outcomes", outcomes=delivery.applied())
+                case "measure":
+                    pipe.tell("measured", **measure(sender._trainer._epoch.engine._credits))
                 case "close":
                     sender.close()
                     del sender
                     collect()
                     pipe.tell("closed", left=Held().since(before))
                     return
+        except KeyboardInterrupt:
+            pipe.tell("interrupted")
         except Exception as exc:  # the test decides
             pipe.fail("failed", exc)
 
@@ -184,6 +204,10 @@ def work_as_rollout(
                 pipe.tell("connected")
             case "arm":
                 watching.arm(command["transition"], command["seat"], command["pid"], command["signal"])
+            case "measure":
+                pipe.tell("measured", **measure(receiver._rollout._engine._exposed))
+            case "state":
+                pipe.tell("state", **_state(receiver, rollout))
             case "close":
                 leave()
                 receiver = None

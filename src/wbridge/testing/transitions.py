@@ -52,7 +52,10 @@ TRANSITIONS: Final[tuple[Transition, ...]] = (
 
 
 class _Pass(msgspec.Struct, frozen=True):
-    """The call that is the transition: the `count`th one for which `counts` holds."""
+    """The call that is the transition: the `count`th one for which `counts` holds.
+
+    The method must be one that its callers look up when they call it.
+    """
 
     owner: type
     method: str
@@ -68,8 +71,8 @@ def _is_landed(message: object) -> bool:
     return isinstance(message, EngineOutcome) and message.outcome == "landed"
 
 
-def _tells_landed(action: object) -> bool:
-    return isinstance(action, ToLeader) and isinstance(action.message, Landed)
+def _tell_landed(actions: Any) -> bool:  # Any: the list that the ring returned
+    return any(isinstance(action, ToLeader) and isinstance(action.message, Landed) for action in actions)
 
 
 def _half_that_comes(engine: Any) -> int:  # Any: it is asked for what it keeps to itself
@@ -90,7 +93,7 @@ _TRAINER: Final[Mapping[Transition, _Pass]] = {
     "announced": _Pass(SendingEpoch, "receive", _is(Announced)),
     "granted": _Pass(SendingEpoch, "receive", _is(Serve)),
     "first write": _Pass(Mailer, "_gather"),
-    "half landed": _Pass(SendEngine, "_put_ended", count=_half_that_goes),
+    "half landed": _Pass(SendEngine, "_start", count=_half_that_goes),
     "landed": _Pass(SendingEpoch, "receive", _is_landed),
     "retired": _Pass(SendingEpoch, "receive", _is(Retired)),
 }
@@ -98,7 +101,7 @@ _FOLLOWER: Final[Mapping[Transition, _Pass]] = {
     "granted": _Pass(Lockstep, "_to_worker", _is(Serve)),
     "first write": _Pass(ReceiveEngine, "arrived"),
     "half landed": _Pass(ReceiveEngine, "arrived", count=_half_that_comes),
-    "landed": _Pass(Lockstep, "from_ring", _tells_landed),
+    "landed": _Pass(ReceiveEngine, "_perform", _tell_landed),
     "held": _Pass(Lockstep, "_to_worker", _is(Hold)),
     "committed": _Pass(Lockstep, "_to_worker", _is(Commit)),
     "applying": _Pass(Scatters, "start", count=lambda _: 2),
