@@ -90,6 +90,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Slots in which a sender gathers for one receiver, where it cannot gather into the receiver's memory."""
     debug_source: bool = False
     """For debugging: `send_weights` digests the weights twice and raises if they changed meanwhile."""
+    copy_threads: int = 0
+    """Threads of one copy between parameters and slots in host memory; 0 means the cores, at most 4."""
     host: str = ""
     """Overrides the host identity: workers with the same one are taken to share memory."""
 
@@ -97,8 +99,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("num_engines", "slot_nbytes", "snapshot_versions", "max_poll_skew", "local_slots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if self.num_slots < 0:
-            raise ConfigError(f"num_slots = {self.num_slots}: must be positive, or 0 for automatic")
+        for name in ("num_slots", "copy_threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be positive, or 0 for automatic")
         for name in self.__struct_fields__:
             if name.endswith("_s") and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be a positive number of seconds")

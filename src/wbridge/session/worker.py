@@ -124,7 +124,7 @@ class Worker:
     def current_stream(self) -> Stream:
         """The calling thread's own stream."""
         if self._caller_device is None:
-            self._caller_device = open_device(self._device_type)
+            self._caller_device = open_device(self._device_type, copy_threads=self.job.config.copy_threads)
         return self._caller_device.current_stream()
 
     @property
@@ -197,7 +197,9 @@ class Worker:
 
     def open_epoch_device(self) -> Device:
         """The device whose streams and buffers belong to the epoch that starts."""
-        self._epoch_device = self._given_device or open_device(self._device_type)
+        self._epoch_device = self._given_device or open_device(
+            self._device_type, copy_threads=self.job.config.copy_threads
+        )
         return self._epoch_device
 
     def holdings(self, plan: WorkerPlan, tensors: Mapping[str, Any]) -> Holdings:
