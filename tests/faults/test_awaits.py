@@ -97,6 +97,24 @@ ALONE = ("session/sender.py", "session/trainer.py", "session/script.py")
 """A send that fails here never begins, so the other ranks wait for this one to try again."""
 
 
+FOUND: tuple[tuple[How, str, str], ...] = (
+    ("cancel", "engine/scatters.py", "await event.wait()"),  # a half-written version counted as applied
+    ("cancel", "session/sender.py", "send_weights("),  # the other ranks waited for a call that never began
+    ("fail", "engine/lockstep.py", "await self._next()"),  # steps were closed out for ever
+    ("fail", "engine/send.py", "close_endpoints"),  # streams stayed open
+    ("fail", "engine/receive.py", "close_endpoints"),
+    ("fail", "session/contexts.py", "await _connect("),
+    ("fail", "session/member.py", "self._detached.wait()"),  # closing stopped, and could not be tried again
+    (
+        "fail",
+        "session/sending.py",
+        "staging.snapshot(",
+    ),  # an ExceptionGroup for the caller, a wait for the rest
+    ("close", "session/sender.py", "await drive_async(self._trainer.close())"),
+)
+"""Cuts that once went wrong; always made."""
+
+
 class Reached(msgspec.Struct):
     """Where a point is reached first: the scenario and the chain of the task that is suspended there."""
 
@@ -243,6 +261,14 @@ def test_every_await_is_reached() -> None:
 def test_an_await_that_is_cut_leaves_a_job_that_goes_on(how: How) -> None:
     points = cuts(how)
     check(random.Random(0).sample(points, min(SAMPLE, len(points))), how)
+
+
+def test_cuts_that_once_went_wrong() -> None:
+    for how in ("cancel", "close", "fail"):
+        wanted = [(file, text) for kind, file, text in FOUND if kind == how]
+        points = [[p for p in cuts(how) if p.file == file and text in line_of(p)] for file, text in wanted]
+        assert all(points), f"{how}: not reached any more: {wanted}"
+        check(sorted({point for found in points for point in found}), how)
 
 
 @pytest.mark.exhaustive
