@@ -100,13 +100,13 @@ class CudaBuffer:
 
 
 def _pin(memory: HostMemory | ForeignMemory) -> torch.Tensor:
-    """Page-lock host memory for as long as `memory` lives; return it as a tensor."""
+    """Page-lock host memory for as long as it lives; return it as a tensor."""
     if not memory.view.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     tensor = torch.frombuffer(memory.view, dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints here
     torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
-    weakref.finalize(memory, runtime.cudaHostUnregister, tensor.data_ptr())
+    weakref.finalize(memory.resources, runtime.cudaHostUnregister, tensor.data_ptr())
     return tensor
 
 

@@ -10,13 +10,13 @@ import torch
 
 from wbridge.device.base import Buffer
 from wbridge.device.cpu import CpuBuffer
-from wbridge.device.memory import HostMemory
+from wbridge.device.memory import HostMemory, Mapping
 from wbridge.errors import ConfigError
 
 _ALIGNMENT: Final = 4096
 
 # Whoever describes a parameter has only the tensor, so the process keeps where its arenas lie.
-_arenas: Final = weakref.WeakSet[HostMemory]()
+_arenas: Final = weakref.WeakSet[Mapping]()
 
 
 def share_memory(owner: torch.nn.Module | Iterable[torch.Tensor]) -> None:
@@ -54,19 +54,20 @@ def share_memory(owner: torch.nn.Module | Iterable[torch.Tensor]) -> None:
         address = tensor.untyped_storage().data_ptr()
         if address in moved:
             _rebind(tensor, moved[address])
-    arena.live_with_its_bytes()
-    _arenas.add(arena)
+    if isinstance(mapping := arena.view.obj, Mapping):  # not of empty tensors alone
+        _arenas.add(mapping)
 
 
 def arena_of(tensors: Iterable[torch.Tensor]) -> Buffer | None:
     """Return the one shared memory in which all `tensors` lie; None if there is no such."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
-    for arena in list(_arenas):
-        start = _address(arena.view)
+    for mapping in list(_arenas):
+        arena = HostMemory.of(mapping)
+        start, nbytes = _address(arena.view), arena.view.nbytes
         if tensors and all(
-            start <= tensor.data_ptr() and _end(tensor) <= start + arena.view.nbytes for tensor in tensors
+            start <= tensor.data_ptr() and _end(tensor) <= start + nbytes for tensor in tensors
         ):
-            return CpuBuffer(arena.view.nbytes, "device", memory=arena)
+            return CpuBuffer(nbytes, "device", memory=arena)
     return None
 
 

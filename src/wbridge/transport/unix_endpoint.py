@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Final
 
 import anyio
+import anyio.to_thread
 
+from wbridge.device.memory import populate
 from wbridge.errors import EndpointClosed, PeerLost
 from wbridge.transport.base import RemoteSlot, Window, WriteInPlace
 from wbridge.transport.copying import Copies, copy
@@ -55,6 +57,7 @@ class SharedMemoryEndpoint:
         self._copies = Copies()
         self._table: ExposureTable | None = None
         self._segments: dict[int, memoryview] = {0: memoryview(bytearray())}  # 0: where an empty slot lies
+        self._populated = {0}
         self._news = anyio.Event()
 
     @property
@@ -133,7 +136,11 @@ class SharedMemoryEndpoint:
         """A credit may overtake the frame that tells of its segment."""
         while number not in self._segments:
             await self._news.wait()
-        return self._segments[number]
+        segment = self._segments[number]
+        if number not in self._populated:
+            self._populated.add(number)
+            await anyio.to_thread.run_sync(populate, segment)  # its pages exist, but are not mapped here
+        return segment
 
     async def _begin(self, token: SlotToken) -> bool:
         """Take the slot, unless it is not exposed any more."""
@@ -211,6 +218,5 @@ class SharedMemoryEndpoint:
 
 
 def _map(descriptor: int, nbytes: int) -> memoryview:
-    """Map memory of the receiver, whose pages are there already."""
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    return memoryview(mmap.mmap(descriptor, nbytes, flags=flags))
+    """Map memory of the receiver."""
+    return memoryview(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED))
