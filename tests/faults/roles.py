@@ -22,7 +22,7 @@ import torch
 import wbridge.sync
 from tests.models.toy import Rollout, Trainer
 from wbridge.cli.main import main
-from wbridge.errors import UpdateAborted, WBridgeError
+from wbridge.errors import EndpointClosed, PeerLost, UpdateAborted, WBridgeError
 from wbridge.testing.transitions import Seat, Transition, acting_at
 
 Message = dict[str, Any]  # Any: JSON
@@ -144,7 +144,17 @@ def work_as_trainer(connection: Connection, url: str, config: Mapping[str, objec
                     watching.arm(command["transition"], command["seat"], command["pid"], command["signal"])
                 case "send":
                     trainer.set_version(command["version"])
-                    delivery = sender.send_weights(command["version"])
+                    for left in reversed(range(command["attempts"])):
+                        try:
+                            delivery = sender.send_weights(command["version"])
+                            break
+                        except (UpdateAborted, PeerLost, EndpointClosed) as exc:  # as a trainer would
+                            if not left:
+                                raise
+                            if isinstance(exc, EndpointClosed):
+                                sender.close()
+                                sender = adapter()
+                                sender.connect()
                     pipe.tell("sent", version=command["version"])
                 case "outcomes":
                     pipe.tell("outcomes", outcomes=delivery.applied())
