@@ -295,10 +295,11 @@ def _reason(best: Prediction, found: Sequence[Prediction], allowed: Sequence[Pre
             f"workers compute {best.busy:.1%} of the time, and {rival.name} would add"
             f" {rival.busy - best.busy:.1%} for weights {rival.staleness_versions:.2f} versions old"
         )
+    skipped = f", and engines skip {1 - best.applied:.0%} of the versions" if best.applied < 1 else ""
     return (
         f"workers compute {best.busy:.1%} of the time against {simplest.busy:.1%} in {simplest.name}, since a"
         f" transfer of {_ms(best.transfer_s)} runs beside the steps; weights are"
-        f" {best.staleness_versions:.2f} versions old on average"
+        f" {best.staleness_versions:.2f} versions old on average{skipped}"
     )
 
 

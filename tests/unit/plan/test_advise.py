@@ -128,6 +128,7 @@ def test_on_a_fast_fabric_copies_into_host_memory_cost_more_than_the_transfer() 
 def test_limits_exclude_modes() -> None:
     job, machine = load(), speeds(link_gb_s=0.5)
     assert advise(job, machine, STEPS, CONFIG).best.name == "async"
+    assert "engines skip 22%" in advise(job, speeds(), STEPS, CONFIG).reason
     assert advise(job, machine, STEPS, CONFIG, max_staleness=0.1).best.name == "sender_overlap"
     assert advise(job, machine, STEPS, CONFIG, max_host_nbytes=40 * MB).best.name == "receiver_overlap"
     with pytest.raises(ConfigError, match="raise a limit"):
