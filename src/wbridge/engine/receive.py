@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Final
 
 import anyio
@@ -69,13 +70,17 @@ class ReceiveEngine:
         self._progress = anyio.Event()
         self.num_written: int = 0
         """Groups that the last `apply` has begun to write."""
+        self.unproven: list[RemoteSlot] = []
+        """After `run`: parts of the parameters that a writer may still write, until they are withdrawn."""
         self._credits = {
             name: CreditSender(context.epoch, endpoint, self._placements_for(name))
             for name, endpoint in context.endpoints.items()
         }
-        # Unbounded, bounded by what may be in them: one check for each piece, one fence for each slot.
+        # Unbounded, bounded by what may be in them: one check and one fence for each piece.
         self._checks, self._check_inbox = anyio.create_memory_object_stream[_Check](math.inf)
-        self._fences, self._fence_inbox = anyio.create_memory_object_stream[TakeBack](math.inf)
+        self._fences, self._fence_inbox = anyio.create_memory_object_stream[
+            Callable[[], Coroutine[object, object, object]]
+        ](math.inf)
 
     @property
     def _is_in_place(self) -> bool:
@@ -90,7 +95,10 @@ class ReceiveEngine:
         return [placements[name] for name in sorted(names)]
 
     async def run(self) -> None:
-        """Give credits and guard quarantined slots until cancelled; then nobody may write the ring."""
+        """Give credits and guard quarantined slots until cancelled; then nobody may write the ring.
+
+        Who holds a slot for longer than `close_timeout_s` is not waited for: see `unproven`.
+        """
         try:
             with self._checks, self._check_inbox, self._fences, self._fence_inbox:
                 async with anyio.create_task_group() as tasks:
@@ -102,14 +110,17 @@ class ReceiveEngine:
                         self._context.transport.register(buffer)
                     self._perform(self._ring.start())
                     async for fence in self._fence_inbox:
-                        tasks.start_soon(self._guard, fence)
+                        tasks.start_soon(fence)
         finally:
             try:
                 await close_endpoints(self._context)
                 with anyio.move_on_after(self._context.config.close_timeout_s, shield=True):
-                    for remote in list(self._exposed.values()):
-                        await self._context.transport.withdraw(remote)
+                    async with anyio.create_task_group() as tasks:
+                        for key in self._exposed:
+                            tasks.start_soon(self._retract, key)
             finally:
+                if self._is_in_place:
+                    self.unproven = list(self._exposed.values())
                 for buffer in self._context.staging.buffers:
                     self._context.transport.unregister(buffer)
                 self._context.staging.close()
@@ -149,7 +160,11 @@ class ReceiveEngine:
         self._checks.send_nowait(_Check(writer, arrived, slot, view))
 
     def stopped(self, writer: str, stopped: Stopped) -> None:
+        """The writer writes nothing of this any more, so what it was to write is not exposed any longer."""
         self._perform(self._ring.stopped(writer, stopped))
+        for key in self._exposed:
+            if key[0] == stopped.ticket and stopped.group in (-1, key[1]) and self._writer_of(key) == writer:
+                self._fences.send_nowait(functools.partial(self._retract, key))
 
     async def _check_pieces(self) -> None:
         """If a checksum is wrong, the engine gives the ticket up."""
@@ -167,6 +182,11 @@ class ReceiveEngine:
             self._perform(self._ring.checked(check.slot))
 
     # Apply --------------------------------------------------------------------------------------------
+
+    async def wait_readers(self, after: Event) -> None:
+        """Return when writers may begin. Those that write parameters directly do not wait for `after`."""
+        if self._is_in_place:
+            await after.wait()
 
     async def apply(self, ticket: int, after: Event) -> None:
         """Write every group of `ticket` into the parameters, in order, as they land, not before `after`.
@@ -230,7 +250,7 @@ class ReceiveEngine:
                     self._ready[ticket, group] = slot
                     self._wake()
                 case TakeBack():
-                    self._fences.send_nowait(action)
+                    self._fences.send_nowait(functools.partial(self._guard, action))
                 case ReplaceSlot(slot):
                     self._context.staging.replace(slot)
                     for buffer in self._context.staging.buffers:
@@ -269,8 +289,20 @@ class ReceiveEngine:
         """Whether the transport proves that `writer` will not write the slot any more."""
         proven = True
         for key in [k for k, slot in self._slots.items() if slot == fence.slot and k[0] == fence.ticket]:
-            if str(self._groups[key[1]].pieces[key[2]].writer) == writer:
-                remote = self._exposed.pop(key)
-                del self._slots[key]
-                proven = await self._context.transport.withdraw(remote) and proven
+            if self._writer_of(key) == writer:
+                proven = await self._retract(key) and proven
         return proven
+
+    async def _retract(self, key: Key) -> bool:
+        """Withdraw what was exposed for a piece. Cancelled, or not proven: it counts as exposed."""
+        remote = self._exposed.get(key)
+        if remote is None:
+            return True
+        proven = await self._context.transport.withdraw(remote)
+        if proven:
+            self._exposed.pop(key, None)
+            self._slots.pop(key, None)
+        return proven
+
+    def _writer_of(self, key: Key) -> str:
+        return str(self._groups[key[1]].pieces[key[2]].writer)

@@ -27,6 +27,7 @@ from wbridge.plan.types import WorkerPlan
 from wbridge.session.contexts import open_receiver_context
 from wbridge.session.endpoints import Target
 from wbridge.session.gate import StepGate
+from wbridge.session.late_writers import LateWriters
 from wbridge.session.member import Addresses
 from wbridge.session.pausing import Pausing
 from wbridge.session.script import Run, Script, Wait
@@ -73,6 +74,7 @@ class Rollout:
         self._is_cancelled = False
         self._is_live = False
         self._unsent: list[FlowMessage] = []
+        self._late_writers = LateWriters(target.worker)
         self.gate: StepGate = self._pausing.gate
         self.serving: Serving = Serving()
 
@@ -186,6 +188,8 @@ class Rollout:
     async def _answer(self, hold: int, refusal: BaseException | None) -> Instruction:
         assert self._lockstep is not None
         if refusal is None:
+            if self._engine is not None and self._after is not None:
+                await self._engine.wait_readers(self._after)
             return await self._lockstep.before_apply_done(hold)
         return await self._lockstep.refused(hold, f"{type(refusal).__name__}: {refusal}")
 
@@ -269,8 +273,9 @@ class Rollout:
         assert lockstep is not None and destinations is not None and self._tasks is not None
         self._is_live = False
         await lockstep.enter(start.epoch, _leader_address(start, self._target.worker.group), config)
-        self._engine, self._unsent = None, []
-        await self._worker.stop_epoch()
+        self._unsent = []
+        await self._stop_engine()
+        await self._late_writers.wait_gone(self._worker.transports)
         tensors = destinations.tensors
         context = await open_receiver_context(
             start,
@@ -307,8 +312,13 @@ class Rollout:
             self._lockstep.coordinator_lost()
 
     async def stop(self) -> None:
-        self._engine = None
+        await self._stop_engine()
+        self._late_writers.warn()
+
+    async def _stop_engine(self) -> None:
+        engine, self._engine = self._engine, None
         await self._worker.stop_epoch()
+        self._late_writers.add(engine.unproven if engine is not None else ())
 
     def end(self, error: WBridgeError) -> None:
         self._ended = error

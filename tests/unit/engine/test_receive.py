@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
 import anyio.lowlevel
 import pytest
 
 from tests.unit.session.job import running
 from wbridge.device.base import Event
 from wbridge.device.cpu import CpuDevice
+from wbridge.flow.messages import Stopped
 
 pytestmark = pytest.mark.anyio
 NUM_GROUPS = 6
@@ -59,3 +61,26 @@ async def test_a_landed_version_is_waited_for_once(
         assert job.holds(1)
         assert 1 <= len(waits) <= most_waits
     device.close()
+
+
+async def test_what_a_writer_stops_before_is_not_exposed_any_longer(tmp_path: Path) -> None:
+    """Its `Stopped` may come before the abort; the table of exposures is small."""
+    async with running(tmp_path, "async", num_trainers=2, transport="shared_memory") as job:
+        rollout = job.receivers[0]._rollout
+        engine, transport = rollout._engine, rollout._worker.transports._shared_memory
+
+        async def stop_before_the_abort() -> None:
+            for ticket in (1001, 1002):
+                engine.serve(ticket)
+                assert engine._exposed
+                for trainer in job.trainers:
+                    engine.stopped(str(trainer.source.worker), Stopped(ticket, -1))
+                engine.abort(ticket, "for the test")
+            while engine._exposed:
+                await anyio.lowlevel.checkpoint()
+
+        with anyio.fail_after(5):
+            await anyio.to_thread.run_sync(rollout._worker.loop.submit(stop_before_the_abort).finished.result)
+        assert not engine._slots
+        assert not transport._exposed
+        assert set(engine._ring.states) == {"free"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ import torch
 
 import wbridge
 from tests.unit.session.job import PATIENCE_S, Job, running, toys
+from wbridge.device.cpu import CpuDevice
 from wbridge.errors import UpdateAborted
 from wbridge.staging.in_place import InPlaceReceiver
+from wbridge.transport.exposure_table import ExposureTable
+from wbridge.transport.shared_memory import SharedMemoryTransport
 from wbridge.transport.unix_endpoint import SharedMemoryEndpoint
+from wbridge.transport.unix_frames import decode_slot
 
 pytestmark = pytest.mark.anyio
 ENGINES = {"engine-0": 2, "engine-1": 1}
@@ -110,6 +115,71 @@ async def test_an_abort_in_the_middle_taints_until_the_writer_has_stopped(
         await job.update(3)
         assert job.holds(3)
         assert job.receivers[0].version == 3
+
+
+async def test_a_writer_that_is_stopped_in_the_middle_holds_up_the_next_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would write an old version over the newest one when it goes on."""
+    expose, stopped = SharedMemoryTransport.expose, list[ExposureTable]()
+
+    def expose_to_one_that_stops(self: SharedMemoryTransport, memory: memoryview, peer: str) -> Any:
+        remote = expose(self, memory, peer)
+        if not stopped:
+            table, entry = ExposureTable(self._memory), decode_slot(remote.token, peer).entry
+            assert table.try_lock(entry)  # as a process does that has begun to write
+            stopped.append(table)
+        return remote
+
+    jobs = toys(1, {"engine-0": 1})
+    wbridge.share_memory(jobs[1][0].parameters.values())
+    config = {"close_timeout_s": 0.5, "connect_timeout_s": PATIENCE_S, **SHARED}
+    options = {"engines": {"engine-0": 1}, "toys_of": jobs, "receiver_config": config}
+    async with running(tmp_path, "sync", **options, **SHARED) as job:
+        await job.update(1)
+        monkeypatch.setattr(SharedMemoryTransport, "expose", expose_to_one_that_stops)
+
+        async def poll() -> None:
+            with pytest.raises(UpdateAborted, match="failed midway"):
+                await job.receivers[0].poll_requests(wait_s=PATIENCE_S)
+
+        async with anyio.create_task_group() as tasks, anyio.create_task_group() as sending:
+            tasks.start_soon(poll)
+            sending.start_soon(job.send, 2)
+            await until(lambda: bool(stopped))
+            sending.cancel_scope.cancel()
+        late_writers = job.receivers[0]._rollout._late_writers
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(job.senders[0].reconfigure, mode="sender_overlap"))
+            await until(lambda: bool(late_writers._slots))
+            await anyio.wait_all_tasks_blocked()
+            assert job.receivers[0]._rollout._engine is None
+            stopped[0].close()
+        assert not late_writers._slots
+        await job.update(3)
+        assert job.holds(3)
+        transport = job.receivers[0]._rollout._worker.transports._shared_memory
+        assert not transport._exposed
+
+
+async def test_what_still_reads_the_weights_is_waited_for_before_they_are_written(tmp_path: Path) -> None:
+    """On a stream that does nothing until somebody waits for it."""
+    device, seen = CpuDevice(seed=5, max_held=10_000), list[torch.Tensor]()
+    stream = device.open_stream("forward")
+    jobs = toys(1, {"engine-0": 1})
+    weights = jobs[1][0].parameters
+    wbridge.share_memory(weights.values())
+    async with running(tmp_path, "sync", engines={"engine-0": 1}, toys_of=jobs, **SHARED) as job:
+        await job.update(1)
+        first = weights["norm"].clone()
+        stream.submit(lambda: seen.append(weights["norm"].clone()))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(job.send, 2)
+            assert await job.receivers[0].poll_requests(wait_s=PATIENCE_S, stream=stream)
+        await stream.record().wait()
+        assert torch.equal(seen[0], first)
+        assert job.holds(2)
+    device.close()
 
 
 async def test_sharing_keeps_objects_views_and_values() -> None:
