@@ -14,7 +14,7 @@ import anyio.to_thread
 import msgspec
 
 from wbridge.config import Config
-from wbridge.control.agreement import check_agreement, job_values
+from wbridge.control.agreement import job_values
 from wbridge.control.connection import HANDSHAKE_S, LINGER_S, Connection, serve_tcp
 from wbridge.control.epochs import Epochs
 from wbridge.control.lease import LeasedConnection
@@ -112,7 +112,7 @@ class Coordinator:
             raise ProtocolError(f"{connection.remote} began with {type(first).__name__} instead of Hello")
 
     def _admit(self, hello: Hello, connection: Connection) -> Member:
-        check_agreement(hello.worker, hello.explicit, self._settings.config, self._settings.origins)
+        self._settings.check(hello.worker, hello.explicit)
         member = Member(hello, LeasedConnection(connection, self._settings.config.heartbeat_s))
         replaced = self._membership.check(member)
         if replaced is not None:

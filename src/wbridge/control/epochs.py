@@ -156,7 +156,7 @@ class Epochs:
                 await self._changed.wait()
             self._name_missing()
             self._expire_waiting()
-            self._settings.expire(self._membership.trainers() or ())
+            self._settings.expire(self._membership.trainers() or (), self.missing())
         return roster
 
     def _complete_roster(self) -> Roster | None:
@@ -229,8 +229,11 @@ class Epochs:
                 build_slices, maps, hosts, self._config, abandon_on_cancel=True
             )
         except WBridgeError as exc:
-            for member in set(roster.members) - self._served():
+            newcomers = set(roster.members) - self._served()
+            for member in newcomers:
                 self.reject(member, exc)
+            if not newcomers:  # without one that is gone it is not possible
+                self._settings.give_up(exc)
             return None
         self._planned = roster, slices
         return slices

@@ -150,15 +150,18 @@ class EpochLive(_Frame, frozen=True):
 
 class Reconfigure(_Frame, frozen=True):
     """A trainer rank asks for other job-wide settings, and waits `patience_s` for the others to ask for the
-    same. Without values it takes that back."""
+    same. Without values it takes that back. `call` numbers what it asks."""
 
+    call: int
     values: dict[str, Value]
     patience_s: float = 0.0
 
 
 class Reconfigured(_Frame, frozen=True):
-    """An epoch with the settings asked for is live; or, with the class of an error, they stay as they are."""
+    """The answer to a rank's `Reconfigure` number `call`: an epoch with those settings is live; or the class
+    of an error."""
 
+    call: int
     error: str = ""
     message: str = ""
     missing: tuple[str, ...] = ()

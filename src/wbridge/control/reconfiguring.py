@@ -9,7 +9,7 @@ import anyio
 import msgspec
 
 from wbridge.config import Config
-from wbridge.control.agreement import adopt, check_pins
+from wbridge.control.agreement import Explicit, adopt, check_agreement, check_pins, job_values
 from wbridge.control.membership import Member
 from wbridge.control.messages import Reconfigure, Reconfigured
 from wbridge.errors import BarrierTimeout, PeerLost, ProtocolError, UpdateAborted, WBridgeError
@@ -25,13 +25,24 @@ class Reconfiguring:
         self.config = config
         self.origins = dict(origins)
         self._asked: dict[Member, tuple[Reconfigure, float]] = {}  # with the deadline
-        self._waiting: tuple[Member, ...] = ()  # for the epoch with what they asked for
+        self._waiting: dict[Member, Reconfigure] = {}  # for the epoch with what they asked for
         self._next: Config | None = None
+        self._until_s = math.inf  # how long the ranks wait for that epoch to become possible
 
     @property
     def is_due(self) -> bool:
         """All ranks have asked for the same, and the next epoch is to have it."""
         return self._next is not None
+
+    def check(self, worker: object, explicit: Explicit) -> None:
+        """Compare what a newcomer has set with what the job uses, and is about to use.
+
+        Raises:
+            ConfigError: they differ; the message names setting, values and origins.
+        """
+        check_agreement(worker, explicit, self.config, self.origins)
+        if self._next is not None:
+            check_pins(worker, explicit, job_values(self._next))
 
     def ask(
         self, member: Member, request: Reconfigure, ranks: tuple[Member, ...], others: Iterable[Member]
@@ -50,7 +61,7 @@ class Reconfiguring:
             return
         if self._next is not None or self._waiting:
             error = UpdateAborted("the job's settings are being changed already; ask again when they are")
-            member.lease.post(_refusal(error))
+            member.lease.post(_refusal(request, error))
             return
         self._asked[member] = (request, anyio.current_time() + request.patience_s)
         if len(self._asked) < len(ranks) or not ranks:
@@ -60,7 +71,8 @@ class Reconfiguring:
         except WBridgeError as exc:
             self._refuse(exc)
             return
-        self._waiting, self._asked = tuple(self._asked), {}
+        self._until_s = max(deadline_s for _, deadline_s in self._asked.values())
+        self._waiting, self._asked = {rank: asked for rank, (asked, _) in self._asked.items()}, {}
         if config == self.config:
             self.live()
         else:
@@ -89,37 +101,50 @@ class Reconfiguring:
 
     def live(self) -> None:
         """An epoch with the current settings is live."""
-        for member in self._waiting:
-            member.lease.post(Reconfigured())
-        self._waiting = ()
+        if self._next is not None:
+            return  # they asked while it opened: theirs is the next one
+        for member, request in self._waiting.items():
+            member.lease.post(Reconfigured(request.call))
+        self._waiting = {}
 
     def lose(self, member: Member, reason: str) -> None:
         """Without all ranks nothing can be agreed, and no epoch starts."""
         if member.worker.role == "trainer":
             self._asked.pop(member, None)
-            self._next = None
-            self._refuse(PeerLost(f"{member.worker} is lost: {reason}; connect it again, then reconfigure"))
+            self.give_up(PeerLost(f"{member.worker} is lost: {reason}; connect it again, then reconfigure"))
+
+    def give_up(self, error: WBridgeError) -> None:
+        """What is not changed yet stays as it is: tell those that wait."""
+        self._next = None
+        self._refuse(error)
 
     def deadline_s(self) -> float:
-        return min((deadline_s for _, deadline_s in self._asked.values()), default=math.inf)
+        """Until when no epoch has to form, for this."""
+        until_s = self._until_s if self.is_due else math.inf
+        return min([until_s, *(deadline_s for _, deadline_s in self._asked.values())])
 
-    def expire(self, ranks: tuple[Member, ...]) -> None:
-        """Refuse when a rank has waited long enough for others."""
-        if self.deadline_s() <= anyio.current_time():
-            missing = [str(rank.worker) for rank in ranks if rank not in self._asked]
-            missing = missing or ["a trainer rank that is not connected"]
+    def expire(self, ranks: tuple[Member, ...], missing: tuple[str, ...]) -> None:
+        """Refuse when a rank has waited long enough for others, or all for `missing` to form an epoch."""
+        if self.deadline_s() > anyio.current_time():
+            return
+        if self.is_due:
+            text = f"no epoch can begin without {', '.join(missing)}; start them, then reconfigure"
+        else:
+            missing = tuple(str(rank.worker) for rank in ranks if rank not in self._asked)
+            missing = missing or ("a trainer rank that is not connected",)
             text = f"{', '.join(missing)} did not call reconfigure(); every trainer rank must"
-            self._refuse(BarrierTimeout(text, missing))
+        self.give_up(BarrierTimeout(text, missing))
 
     def _refuse(self, error: WBridgeError) -> None:
-        for member in (*self._asked, *self._waiting):
-            member.lease.post(_refusal(error))
-        self._asked, self._waiting = {}, ()
+        asked = {member: request for member, (request, _) in self._asked.items()}
+        for member, request in (asked | self._waiting).items():
+            member.lease.post(_refusal(request, error))
+        self._asked, self._waiting = {}, {}
 
 
-def _refusal(error: WBridgeError) -> Reconfigured:
+def _refusal(request: Reconfigure, error: WBridgeError) -> Reconfigured:
     missing = error.missing if isinstance(error, BarrierTimeout) else ()
-    return Reconfigured(type(error).__name__, str(error), missing)
+    return Reconfigured(request.call, type(error).__name__, str(error), missing)
 
 
 def _text(values: Mapping[str, object]) -> str:

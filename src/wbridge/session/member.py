@@ -140,6 +140,7 @@ class Member:
         self._start_scope: anyio.CancelScope | None = None
         self._start_lock = anyio.Lock()
         self._left: set[int] = set()  # incarnations that are never accepted again
+        self._num_asked = 0
         self._answered: anyio.Event | None = None  # while a `reconfigure` is under way
         self._refusal: WBridgeError | None = None
         self._unpinned: set[str] = set()
@@ -168,7 +169,9 @@ class Member:
             raise PeerLost(f"{self._job.worker}: {why}; try again later")
         answered = self._answered = anyio.Event()
         self._refusal = None
-        self._lease.post(Reconfigure(values, patience_s))
+        self._num_asked += 1
+        self._unpinned |= values.keys()  # what becomes of it may not reach us
+        self._lease.post(Reconfigure(self._num_asked, values, patience_s))
         try:
             await answered.wait()
         except anyio.get_cancelled_exc_class():
@@ -178,11 +181,10 @@ class Member:
             self._answered = None
         if self._refusal is not None:
             raise self._refusal
-        self._unpinned |= values.keys()
 
     def _take_back(self, answered: anyio.Event) -> None:
         if self._lease is not None and not answered.is_set():
-            self._lease.post(Reconfigure({}))
+            self._lease.post(Reconfigure(self._num_asked, {}))
 
     def _answer(self, refusal: WBridgeError | None) -> None:
         if self._answered is not None:
@@ -336,7 +338,7 @@ class Member:
                     self._role.epoch_live(epoch)
                     if not self.connected.done():
                         self.connected.set_result(None)
-                case Reconfigured():
+                case Reconfigured(call) if call == self._num_asked:
                     self._answer(rebuild_error(message) if message.error else None)
                 case WorkerLost(worker, reason):
                     self._role.worker_lost(worker, reason)

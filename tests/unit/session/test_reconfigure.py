@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from queue import Queue
 
 import anyio
 import anyio.lowlevel
@@ -22,7 +23,10 @@ from tests.unit.session.job import (
     settings,
     toys,
 )
+from wbridge.control.messages import Reconfigure, Reconfigured
 from wbridge.errors import BarrierTimeout, ConfigError, PeerLost, ProtocolError, UpdateAborted
+from wbridge.session.member import Member
+from wbridge.session.worker import discover_map
 
 pytestmark = pytest.mark.anyio
 FOLLOWING = {"transport": "loopback"}
@@ -65,6 +69,9 @@ async def test_a_job_goes_through_all_modes_while_engines_poll(
                     assert await deliveries[0].applied() == {"engine-0": "applied", "engine-1": "applied"}
                     assert job.holds(version)
                     sent.append(version)
+            with anyio.fail_after(PATIENCE_S):  # a poll may return after its engine has answered
+                while any(len(versions) < len(sent) for versions in seen.values()):
+                    await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
         assert all(versions == sent for versions in seen.values())
 
@@ -294,3 +301,42 @@ async def test_an_operator_sets_the_mode_of_a_whole_job(
         assert {role._config.mode.value for role in roles} == {mode}
     finally:
         await gather(*[adapter.aclose for adapter in reversed(adapters)])
+
+
+class Wire:
+    """What a member posts, and what it is to receive."""
+
+    def __init__(self) -> None:
+        self.posted: list[object] = []
+        self.arriving: Queue[object] = Queue()
+
+    def post(self, message: object) -> None:
+        self.posted.append(message)
+
+    async def receive(self) -> object:
+        while self.arriving.empty():
+            await anyio.lowlevel.checkpoint()
+        return self.arriving.get()
+
+
+async def test_the_answer_to_a_request_that_nobody_waits_for_answers_no_other_one(tmp_path: Path) -> None:
+    trainers, _ = toys(1, {"engine-0": 1})
+    pinned = settings("async", 1)
+    sender = wbridge.SenderAdapter(trainers[0].source, rendezvous=rendezvous(tmp_path), config=pinned)
+    described = discover_map(trainers[0].source, wbridge.Config())
+    member = Member(sender._trainer._worker.job, sender._trainer, described, PATIENCE_S)
+    wire = Wire()
+    member._lease = wire  # type: ignore[assignment]  # all that a request needs of it
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(member._read, wire, tasks)
+        assert "mode" in member._explicit()
+        with anyio.move_on_after(0):
+            await member.reconfigure({"mode": "sync"}, PATIENCE_S)
+        assert wire.posted == [Reconfigure(1, {"mode": "sync"}, PATIENCE_S), Reconfigure(1, {})]
+        assert "mode" not in member._explicit()  # the job may change all the same, and go on with this rank
+        wire.arriving.put(Reconfigured(1))
+        wire.arriving.put(Reconfigured(2, "UpdateAborted", "being changed already"))
+        with pytest.raises(UpdateAborted, match="being changed already"):
+            await member.reconfigure({"mode": "sender_overlap"}, PATIENCE_S)
+        tasks.cancel_scope.cancel()
