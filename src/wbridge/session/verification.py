@@ -24,7 +24,7 @@ from wbridge.control.messages import (
 from wbridge.control.messages import Verification as Verification  # public: the result of `verify()`
 from wbridge.device.base import Device, Event
 from wbridge.device.digest import Digester, Part
-from wbridge.errors import BarrierTimeout, LayoutError, PeerLost, WBridgeError
+from wbridge.errors import BarrierTimeout, LayoutError, PeerLost, UpdateAborted, WBridgeError
 from wbridge.layout.coordinates import Coordinates
 from wbridge.layout.region import Strided
 from wbridge.layout.source_map import ASSEMBLED, SourceMap
@@ -47,6 +47,11 @@ class Holdings:
         self._map = source_map
         self._device = device
         self._tensors = tensors
+        self._ended = False
+
+    def end(self) -> None:
+        """The epoch is over, and its device closes: what is read is of no use, and no more is."""
+        self._ended = True
 
     async def digest_outgoing(self, after: Event) -> Sums:
         """Digest what this trainer would send now: each element once for each receiver's parameter element.
@@ -55,15 +60,21 @@ class Holdings:
 
         Raises:
             LayoutError: the plan contradicts this worker's source map.
+            UpdateAborted: the epoch is over.
         """
         return await self._run(await anyio.to_thread.run_sync(lambda: list(self._outgoing())), after)
 
     async def digest_incoming(self) -> tuple[dict[str, int], tuple[Unverifiable, ...]]:
-        """Digest the live parameters that this rollout worker is fed, and name what cannot be."""
+        """Digest the live parameters that this rollout worker is fed, and name what cannot be.
+
+        Raises:
+            UpdateAborted: the epoch is over.
+        """
         parts, unverifiable = await anyio.to_thread.run_sync(self._incoming)
         return (await self._run(parts, None)).get("", {}), unverifiable
 
     async def _run(self, parts: list[Part], after: Event | None) -> Sums:
+        self._check_lasts()
         digester = Digester(parts, self._tensors)
         stream = self._device.open_stream("digest")
         try:
@@ -73,7 +84,13 @@ class Holdings:
             await stream.record().wait()
         finally:
             stream.close()
-        return await anyio.to_thread.run_sync(digester.sums)
+        sums = await anyio.to_thread.run_sync(digester.sums)
+        self._check_lasts()
+        return sums
+
+    def _check_lasts(self) -> None:
+        if self._ended:
+            raise UpdateAborted(f"{self._plan.worker}: the epoch has ended before its digest; call again")
 
     def _outgoing(self) -> Iterator[Part]:
         coordinates = Coordinates(self._map)
@@ -195,9 +212,9 @@ class Respondent:
 
     async def answer(self, take: TakeDigest) -> None:
         """Digest and answer. Cancelled: the coordinator notices that this worker is gone."""
-        async with Step(self._held.gate, lambda: None):
-            digested = await self._digest(take)
-        with contextlib.suppress(PeerLost):  # the coordinator does not wait for it any more
+        with contextlib.suppress(UpdateAborted, PeerLost):  # the coordinator does not wait for it any more
+            async with Step(self._held.gate, lambda: None):
+                digested = await self._digest(take)
             self._post(digested)
 
     async def _digest(self, take: TakeDigest) -> Digested:

@@ -97,6 +97,7 @@ class Worker:
         self._device_type = "cpu"
         self._caller_device: Device | None = device
         self._epoch_device: Device | None = None
+        self._holdings: Holdings | None = None
         self._member: Member | None = None
         self._running: Call[None] | None = None
         self._transports: Transports | None = None
@@ -205,7 +206,8 @@ class Worker:
     def holdings(self, plan: WorkerPlan, tensors: Mapping[str, Any]) -> Holdings:
         """What this worker holds in the epoch whose device is open. `Any`: torch stays out of this layer."""
         assert self.source_map is not None and self._epoch_device is not None
-        return Holdings(plan, self.source_map, self._epoch_device, tensors)
+        self._holdings = Holdings(plan, self.source_map, self._epoch_device, tensors)
+        return self._holdings
 
     def run_epoch(self, tasks: anyio.abc.TaskGroup, work: Callable[[], Awaitable[None]]) -> None:
         """Run `work`, which owns what it uses, in `tasks` until `stop_epoch`. Its end is the membership's."""
@@ -232,6 +234,9 @@ class Worker:
                     scope, over = epoch
                     scope.cancel()
                     await over.wait()
+                holdings, self._holdings = self._holdings, None
+                if holdings is not None:
+                    holdings.end()
                 device, self._epoch_device = self._epoch_device, None
                 if device is not None and device is not self._given_device:
                     await anyio.to_thread.run_sync(device.close)

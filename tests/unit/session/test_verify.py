@@ -11,8 +11,18 @@ import pytest
 import torch
 
 import wbridge
-from tests.unit.session.job import MODES, Job, gather, running, running_sync, together, toys
-from wbridge.errors import BarrierTimeout, PeerLost
+from tests.unit.session.job import (
+    MODES,
+    Job,
+    gather,
+    rendezvous,
+    running,
+    running_sync,
+    settings,
+    together,
+    toys,
+)
+from wbridge.errors import BarrierTimeout, PeerLost, UpdateAborted
 
 pytestmark = pytest.mark.anyio
 
@@ -181,6 +191,45 @@ async def test_a_rank_that_leaves_ends_the_round(tmp_path: Path) -> None:
             await job.senders[1].aclose()
 
         await gather(fails, leave)
+
+
+async def test_a_digest_that_its_epoch_does_not_wait_for_is_given_up(tmp_path: Path) -> None:
+    trainers, rollouts = toys(1, {"engine-0": 1, "engine-1": 1})
+    toys_of = (trainers, rollouts[:1])
+    async with running(tmp_path, "async", toys_of=toys_of, engines={"engine-0": 1}) as job:
+        await job.update(1)
+        gate = job.receivers[0]._rollout.gate
+        assert gate.try_close() is None
+        late = wbridge.ReceiverAdapter(
+            rollouts[1].target, rendezvous=rendezvous(tmp_path), config=settings("async", 1)
+        )
+
+        async def ask() -> None:
+            with pytest.raises(UpdateAborted, match="verify again"):
+                await job.senders[0].verify()
+
+        async def change() -> None:
+            while not gate._waiting:
+                await anyio.lowlevel.checkpoint()
+            await late.connect()
+
+        async with late:
+            await gather(ask, change)
+            gate.open()
+            job.receivers.append(late)
+            job.rollouts.append(rollouts[1])
+            await job.update(2)
+            assert (await verify(job)).equal
+
+
+async def test_nothing_is_digested_for_an_epoch_that_is_over(tmp_path: Path) -> None:
+    async with running(tmp_path, num_trainers=1, engines={"engine-0": 1}) as job:
+        for worker in (job.senders[0]._trainer._worker, job.receivers[0]._rollout._worker):
+            holdings = worker._holdings
+            assert holdings is not None
+            holdings.end()
+            with pytest.raises(UpdateAborted, match=r"epoch has ended.*call again"):
+                await holdings.digest_incoming()
 
 
 def test_the_blocking_twin(tmp_path: Path) -> None:
