@@ -29,7 +29,11 @@ class ExposureTable:
     def __init__(self, descriptor: int) -> None:
         """`descriptor` stays the caller's."""
         self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        self._memory = mmap.mmap(self._file, TABLE_NBYTES)
+        try:
+            self._memory = mmap.mmap(self._file, TABLE_NBYTES)
+        except BaseException:  # whatever it is, the file does not stay open; raised again
+            os.close(self._file)
+            raise
         self._words = memoryview(self._memory).cast("Q")
 
     def set(self, entry: int, word: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 import secrets
 import socket
@@ -32,6 +34,10 @@ from wbridge.transport.unix_incoming import UnixIncoming
 
 _BACKLOG: Final = 1024
 _LAST_PAUSE_S: Final = 0.02
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_ACCEPT_AGAIN_S: Final = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class SharedMemoryTransport:
@@ -63,8 +69,8 @@ class SharedMemoryTransport:
         self._socket.bind(self._own.name)
         self._socket.listen(_BACKLOG)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket, self._accept)
         self._closed = False
+        self._listen()
         return self
 
     async def __aexit__(
@@ -105,11 +111,7 @@ class SharedMemoryTransport:
             raise ProtocolError(f"the shared-memory address of {peer} is not of this version: {exc}") from exc
         endpoint = SharedMemoryEndpoint(self._name, peer, counters or self._counters, self._endpoints.discard)
         self._endpoints.add(endpoint)
-        try:
-            await endpoint.open(remote)
-        except BaseException:  # whatever it is, it is no endpoint of ours; raised again
-            self._endpoints.discard(endpoint)
-            raise
+        await endpoint.open(remote)
         return endpoint
 
     def register(self, buffer: Buffer) -> None:
@@ -177,11 +179,19 @@ class SharedMemoryTransport:
         if self._closed:
             raise EndpointClosed(f"{self._name}: the shared-memory transport is closed; open a new one")
 
+    def _listen(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self._socket, self._accept)
+
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError:
-            return  # it has gone again
+        except OSError as exc:
+            if exc.errno in _EXHAUSTED:  # the writer waits, and would be reported again at once
+                _log.warning("cannot accept a writer", extra={"transport": self._name, "why": str(exc)})
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
+            return  # otherwise it has gone again
         incoming = UnixIncoming(
             connection,
             secret=self._own.secret,
@@ -207,4 +217,4 @@ class SharedMemoryTransport:
 
 
 def _show(incoming: UnixIncoming, shared: Shared) -> None:
-    incoming.post(Segment(shared.number, shared.buffer.nbytes), shared.descriptor)
+    incoming.post(Segment(shared.number, shared.buffer.nbytes), shared.descriptor, shared.buffer)

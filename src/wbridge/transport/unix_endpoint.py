@@ -6,14 +6,14 @@ import asyncio
 import mmap
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import anyio
 import anyio.to_thread
 
 from wbridge.device.memory import populate
-from wbridge.errors import EndpointClosed, PeerLost
+from wbridge.errors import ConfigError, EndpointClosed, PeerLost, ProtocolError, WBridgeError
 from wbridge.transport.base import RemoteSlot, Window, WriteInPlace
 from wbridge.transport.copying import Copies, copy
 from wbridge.transport.counters import Counters
@@ -69,20 +69,21 @@ class SharedMemoryEndpoint:
 
         Raises:
             PeerLost: nobody listens there, or it refuses us.
+            ConfigError: this process cannot map its memory.
         """
         try:
-            await self._loop.sock_connect(self._socket, address.name)
-        except OSError as exc:
-            self._socket.close()
-            raise self._lost_error() from exc
-        self._loop.add_reader(self._socket, self._read)
-        try:
             with self._operations.run():
+                try:
+                    await self._loop.sock_connect(self._socket, address.name)
+                except OSError as exc:
+                    raise self._lost_error() from exc
+                self._loop.add_reader(self._socket, self._read)
                 await self._transmit(encode_hello(Hello(address.secret, self._owner)))
                 while self._table is None:
                     await self._news.wait()
         except BaseException:  # whatever it is, the connection does not stay; raised again
             self._end(self._closed_error)
+            self._free()
             raise
 
     async def put(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:
@@ -125,6 +126,9 @@ class SharedMemoryEndpoint:
         self._end(self._closed_error)
         with anyio.CancelScope(shield=True):
             await self.flush()
+        self._free()
+
+    def _free(self) -> None:
         if self._table is not None:
             self._table.close()
         self._segments.clear()
@@ -189,18 +193,32 @@ class SharedMemoryEndpoint:
             if not packet:
                 self._end(self._lost_error)
                 return
-            match decode(packet, self._peer):
-                case TableFrame():
-                    self._table = ExposureTable(descriptors[0])
-                case Segment(number, nbytes):
-                    self._segments[number] = _map(descriptors[0], nbytes)
+            self._take(decode(packet, self._peer), descriptors)
+        except (
+            ProtocolError,
+            OSError,
+            ValueError,
+        ) as exc:  # nobody awaits this callback
+            why = f"{self._owner}: cannot use the shared memory of {self._peer}: {exc}"
+            self._end(lambda: ConfigError(f"{why}; raise the limit of open files, or set transport='ucxx'"))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         news, self._news = self._news, anyio.Event()
         news.set()
 
-    def _end(self, build_error: Callable[[], EndpointClosed | PeerLost]) -> None:
+    def _take(self, frame: Frame, descriptors: Sequence[int]) -> None:
+        if len(descriptors) != 1:
+            raise ProtocolError(f"a frame came with {len(descriptors)} descriptors instead of one")
+        match frame:
+            case TableFrame() if self._table is None:
+                self._table = ExposureTable(descriptors[0])
+            case Segment(number, nbytes):
+                self._segments[number] = _map(descriptors[0], nbytes)
+            case _:
+                raise ProtocolError("a frame came that only a writer sends")
+
+    def _end(self, build_error: Callable[[], WBridgeError]) -> None:
         """Running and later calls raise that error; the first one stays. Nothing is read any more."""
         self._operations.end(build_error)
         if self._socket.fileno() != -1:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import socket
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from wbridge.device.base import Buffer
 from wbridge.errors import ProtocolError
 from wbridge.transport.base import Message
 from wbridge.transport.inbox import Inbox
@@ -25,6 +27,10 @@ from wbridge.transport.unix_frames import (
 _MAX_UNREAD: Final = 64
 """Messages of one writer that may lie in the inbox; further ones stay in the socket, which is bounded."""
 _PACKETS_PER_CALL: Final = 16
+HELLO_S: Final = 10.0
+"""Who has not shown the secret after this time is cut off."""
+
+_log = logging.getLogger(__name__)
 
 
 class UnixIncoming:
@@ -47,7 +53,8 @@ class UnixIncoming:
         self._loop = asyncio.get_running_loop()
         self._peer = ""
         self._num_unread = 0
-        self._unsent: deque[tuple[bytes, int]] = deque()
+        self._unsent: deque[tuple[bytes, int, Buffer | None]] = deque()
+        self._deadline = self._loop.call_later(HELLO_S, self.close)
         connection.setblocking(False)
         self._loop.add_reader(connection, self._read)
 
@@ -55,9 +62,9 @@ class UnixIncoming:
     def is_in(self) -> bool:
         return bool(self._peer)
 
-    def post(self, frame: Frame, descriptor: int) -> None:
-        """Send a frame with a descriptor, behind the earlier ones."""
-        self._unsent.append((encode(frame), descriptor))
+    def post(self, frame: Frame, descriptor: int, of: Buffer | None = None) -> None:
+        """Send a frame with a descriptor, behind the earlier ones; the buffer keeps it open until then."""
+        self._unsent.append((encode(frame), descriptor, of))
         self._write()
 
     def close(self) -> None:
@@ -66,12 +73,14 @@ class UnixIncoming:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()
+            self._deadline.cancel()
+            self._unsent.clear()
             self._ended(self)
 
     def _write(self) -> None:
         try:
             while self._unsent:
-                packet, descriptor = self._unsent[0]
+                packet, descriptor, _ = self._unsent[0]
                 socket.send_fds(self._socket, [packet], [descriptor], socket.MSG_NOSIGNAL)
                 self._unsent.popleft()
         except BlockingIOError:
@@ -93,7 +102,12 @@ class UnixIncoming:
             if not packet:
                 self.close()
                 return
-            self._take(packet)
+            try:
+                self._take(packet)
+            except ProtocolError as exc:  # nobody waits for this callback; the writer finds itself cut off
+                _log.warning("a writer breaks the protocol", extra={"writer": self._peer, "why": str(exc)})
+                self.close()
+                return
             if self._num_unread >= _MAX_UNREAD:
                 self._loop.remove_reader(self._socket)
                 return
@@ -104,6 +118,7 @@ class UnixIncoming:
             if hello is None or not hmac.compare_digest(hello.secret, self._secret):
                 self.close()  # a stranger
                 return
+            self._deadline.cancel()
             self._peer = hello.name
             self._let_in(self)
             return
