@@ -11,6 +11,7 @@ from wbridge.config import Config
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.types import WorkerPlan
 from wbridge.staging.base import ReceiverStaging, SenderStaging
+from wbridge.staging.slots import LocalSlots
 from wbridge.transport.base import Endpoint, Transport
 
 
@@ -30,6 +31,8 @@ class WorkerContext(msgspec.Struct, frozen=True):
 
 class SenderContext(WorkerContext, frozen=True):
     staging: SenderStaging
+    gather_slots: Mapping[str, LocalSlots]
+    """For each receiver, by name, whose memory is out of reach."""
 
 
 class ReceiverContext(WorkerContext, frozen=True):

@@ -35,8 +35,8 @@ class Order(msgspec.Struct, frozen=True, eq=False):
 class Mailer:
     """All that one sender writes to one receiver; a slow receiver delays no other.
 
-    Pieces, none over `largest_nbytes`, are gathered straight into the receiver's memory where that is in
-    reach, else into slots kept for this receiver, and put from there.
+    Pieces are gathered straight into the receiver's memory where that is in reach, else into the slots
+    kept for this receiver, and put from there.
 
     `put_ended` is called with each order once neither end is touched any more, `flushed` with each
     flush, `lost` when the mailer has ended.
@@ -47,7 +47,6 @@ class Mailer:
         context: SenderContext,
         endpoint: Endpoint,
         *,
-        largest_nbytes: int,
         put_ended: Callable[[str, Order], None],
         flushed: Callable[[Flush], None],
         lost: Callable[[str], None],
@@ -56,7 +55,7 @@ class Mailer:
         self._endpoint = endpoint
         self._put_ended, self._flushed, self._lost = put_ended, flushed, lost
         self._sums = endpoint.peer in context.checksums
-        self._slots = None if endpoint.fill else context.staging.open_slots(largest_nbytes)
+        self._slots = context.gather_slots.get(endpoint.peer)
         self._placements: dict[str, Placement] = {}
         self._adopted: dict[int, Buffer] = {}  # by the identity of the memory, which the buffer keeps
         self._running: dict[Order, anyio.CancelScope] = {}

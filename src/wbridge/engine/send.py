@@ -36,14 +36,10 @@ class SendEngine:
         }
         self._outgoing = Outgoing()
         self._shares = _shares_of(context)
-        largest = dict.fromkeys(context.endpoints, 0)
-        for (receiver, _, _), piece in self._pieces.items():
-            largest[receiver] = max(largest[receiver], piece.nbytes)
         self._mailers = {
             name: Mailer(
                 context,
                 endpoint,
-                largest_nbytes=largest[name],
                 put_ended=self._put_ended,
                 flushed=self._flushed,
                 lost=self._lost,

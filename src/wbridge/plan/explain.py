@@ -15,7 +15,7 @@ from wbridge.plan.checks import wire_elements
 from wbridge.plan.demand import Demand, find_demand
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.schedule import ring_slots
-from wbridge.plan.types import Plan
+from wbridge.plan.types import Group, Plan
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -48,7 +48,8 @@ class SlotMemory(msgspec.Struct, frozen=True):
     """The largest group that passes through a slot."""
     direct_slots: int
     direct_nbytes: int
-    """Device memory with direct staging."""
+    """Device memory with direct staging. Of a trainer, in every mode: host memory to gather in, for each
+    receiver on another host; none is needed for those on its own."""
     pinned_slots: int
     pinned_nbytes: int
     """Host memory with pinned staging: a ring, or the trainer's snapshots."""
@@ -173,7 +174,7 @@ def explain(
             for (writer, receiver), nbytes in sorted(traffic.links.items())
         ),
         casts=tuple(Cast(*pair, nbytes) for pair, nbytes in sorted(traffic.casts.items())),
-        memory=tuple(_memory(worker, plan, maps[worker], demand, config) for worker in plan.workers),
+        memory=tuple(_memory(worker, plan, maps[worker], demand, hosts, config) for worker in plan.workers),
         needed_nbytes=sum(
             need.region.num_elements * itemsize(wire_dtype(demand.supplies[need.tensor].dtype, need.dtype))
             for need in demand.needs
@@ -212,13 +213,19 @@ class _Traffic:
 
 
 def _memory(
-    worker: WorkerId, plan: Plan, source_map: SourceMap, demand: Demand, config: Config
+    worker: WorkerId,
+    plan: Plan,
+    source_map: SourceMap,
+    demand: Demand,
+    hosts: Mapping[WorkerId, str],
+    config: Config,
 ) -> SlotMemory:
     lost_nbytes = 0
     if worker.role == "rollout":
         groups = plan.groups_into(worker)
         slot_nbytes = max((group.nbytes for group in groups), default=0)
         direct_slots = ring_slots(config, len(groups), "direct")
+        direct_nbytes = direct_slots * slot_nbytes
         pinned_slots = ring_slots(config, len(groups), "pinned")
         pinned_nbytes = pinned_slots * slot_nbytes
         version_nbytes = sum(group.nbytes for group in groups)
@@ -227,7 +234,9 @@ def _memory(
         groups = plan.groups_from(worker)
         version_nbytes = sum(p.nbytes for g in groups for p in g.pieces if p.writer == worker)
         slot_nbytes = max((p.nbytes for g in groups for p in g.pieces if p.writer == worker), default=0)
-        direct_slots = min(config.local_slots, len(groups))
+        largest = _largest_pieces(worker, groups, hosts)
+        direct_slots = config.local_slots * len(largest)
+        direct_nbytes = config.local_slots * sum(largest.values())
         pinned_slots = config.snapshot_versions
         pinned_nbytes = pinned_slots * sum(
             mapped.region.num_elements * itemsize(source_map.parameters[mapped.parameter].dtype)
@@ -239,13 +248,25 @@ def _memory(
         num_groups=len(groups),
         slot_nbytes=slot_nbytes,
         direct_slots=direct_slots,
-        direct_nbytes=direct_slots * slot_nbytes,
+        direct_nbytes=direct_nbytes,
         pinned_slots=pinned_slots,
         pinned_nbytes=pinned_nbytes,
         version_nbytes=version_nbytes,
         pinned_share=1 - lost_nbytes / version_nbytes if version_nbytes else 1.0,
         lost_overlap_nbytes=lost_nbytes,
     )
+
+
+def _largest_pieces(
+    writer: WorkerId, groups: Iterable[Group], hosts: Mapping[WorkerId, str]
+) -> dict[WorkerId, int]:
+    """Return the largest piece for each receiver into whose memory the writer cannot gather."""
+    largest: dict[WorkerId, int] = {}
+    for group in groups:
+        if hosts[group.receiver] != hosts[writer]:
+            nbytes = max(piece.nbytes for piece in group.pieces if piece.writer == writer)
+            largest[group.receiver] = max(largest.get(group.receiver, 0), nbytes)
+    return largest
 
 
 def _lower_bound(

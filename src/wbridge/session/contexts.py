@@ -21,6 +21,7 @@ from wbridge.staging.base import ReceiverStaging, SenderStaging
 from wbridge.staging.direct import DirectReceiver, DirectSender
 from wbridge.staging.in_place import InPlaceReceiver
 from wbridge.staging.pinned import PinnedReceiver, PinnedSender
+from wbridge.staging.slots import LocalSlots
 from wbridge.transport.base import Endpoint
 from wbridge.transport.select import Transports
 
@@ -40,13 +41,17 @@ async def open_sender_context(
     """Connect to every receiver of this worker and allocate its gather slots and snapshots."""
     peers = _peers(start, {o.receiver for o in plan.outgoing})
     endpoints = await _connect(transport, peers)
+    staging, gather_slots = await _build(
+        endpoints, lambda: _sender_memory(config, device, tensors, plan, endpoints)
+    )
     return SenderContext(
         worker=plan.worker,
         epoch=start.epoch,
         plan=plan,
         config=config,
         transport=transport,
-        staging=await _build(endpoints, lambda: _sender_staging(config, device, tensors, plan)),
+        staging=staging,
+        gather_slots=gather_slots,
         checksums=_checksummed(config, transport, peers),
         endpoints=endpoints,
     )
@@ -75,6 +80,22 @@ async def open_receiver_context(
         checksums=frozenset(),
         endpoints=endpoints,
     )
+
+
+def _sender_memory(
+    config: Config, device: Device, tensors: Tensors, plan: WorkerPlan, endpoints: Mapping[str, Endpoint]
+) -> tuple[SenderStaging, dict[str, LocalSlots]]:
+    """The staging, and gather slots for each receiver whose memory is out of reach."""
+    largest = {name: 0 for name, endpoint in endpoints.items() if endpoint.fill is None}
+    for outgoing in plan.outgoing:
+        if (name := str(outgoing.receiver)) in largest:
+            largest[name] = max(largest[name], outgoing.piece.nbytes)
+    staging = _sender_staging(config, device, tensors, plan)
+    try:
+        return staging, {name: staging.open_slots(nbytes) for name, nbytes in largest.items()}
+    except BaseException:  # whatever it is, no stream stays open; raised again
+        staging.close()
+        raise
 
 
 def _sender_staging(config: Config, device: Device, tensors: Tensors, plan: WorkerPlan) -> SenderStaging:

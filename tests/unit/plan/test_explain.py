@@ -71,8 +71,16 @@ def test_slot_memory_in_both_stagings() -> None:
     assert (ring.num_groups, ring.slot_nbytes) == (8, 64)
     assert (ring.direct_slots, ring.direct_nbytes) == (4, 256)
     assert (ring.pinned_slots, ring.pinned_nbytes) == (8, 512)
-    assert (sender.num_groups, sender.direct_slots, sender.direct_nbytes) == (16, 2, 128)
+    assert (sender.num_groups, sender.direct_slots, sender.direct_nbytes) == (16, 0, 0)
     assert (sender.pinned_slots, sender.pinned_nbytes) == (2, 2 * 512)
+
+
+def test_a_trainer_keeps_gather_slots_for_each_receiver_on_another_host() -> None:
+    maps = sharded()
+    hosts = {worker: "far" if worker.role == "rollout" and worker.rank else "near" for worker in maps}
+    uses = {use.worker: use for use in explained(maps, hosts, slot_nbytes=64).memory}
+    assert (uses["trainer/train[0]"].direct_slots, uses["trainer/train[0]"].direct_nbytes) == (2, 128)
+    assert (uses["trainer/train[1]"].direct_slots, uses["trainer/train[1]"].direct_nbytes) == (4, 256)
 
 
 def test_a_ring_smaller_than_a_version_costs_overlap() -> None:

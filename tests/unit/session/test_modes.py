@@ -94,9 +94,10 @@ async def test_the_modes_differ_only_in_the_two_staging_objects(tmp_path: Path) 
                 fields = set(context.__struct_fields__)
                 config = msgspec.to_builtins(context.config)
                 assert config.pop("mode") == mode
-                kept = fields - {"staging", "epoch", "transport", "endpoints", "config"}
+                kept = fields - {"staging", "gather_slots", "epoch", "transport", "endpoints", "config"}
                 plain.append({name: getattr(context, name) for name in kept} | {"config": config})
                 plain.append((type(context.transport), sorted(context.endpoints)))
+                plain.append(sorted(getattr(context, "gather_slots", ())))
                 plain.append([type(endpoint) for _, endpoint in sorted(context.endpoints.items())])
             rest.append(plain)
             (sending,) = {type(context.staging) for context in senders}  # type: ignore[attr-defined]
