@@ -190,8 +190,11 @@ class Worker:
             async with open_transports(config, process_token(), name=str(self.job.worker)) as transports:
                 self._transports = transports
                 task_status.started()
-                async for message in transports.inbox:
-                    deliver(message.peer, decode(message.payload, message.peer))
+                try:
+                    async for message in transports.inbox:
+                        deliver(message.peer, decode(message.payload, message.peer))
+                finally:
+                    await self.stop_epoch()  # which takes back what peers may write, through the transports
 
         await tasks.start(serve)
         return self.transports.address

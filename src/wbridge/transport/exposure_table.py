@@ -14,7 +14,8 @@ import os
 import struct
 from typing import Final
 
-NUM_ENTRIES: Final = 1 << 16
+NUM_ENTRIES: Final = 1 << 20
+"""One for each piece whose slot is exposed; memory is taken only for those that are used."""
 WORD_NBYTES: Final = 8
 TABLE_NBYTES: Final = NUM_ENTRIES * WORD_NBYTES
 NOT_EXPOSED: Final = 0

@@ -182,6 +182,48 @@ async def test_what_still_reads_the_weights_is_waited_for_before_they_are_writte
     device.close()
 
 
+async def test_closing_a_receiver_waits_for_who_writes_its_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be loaded anew, or freed, as soon as the adapter is closed."""
+    jobs = toys(1, {"engine-0": 1})
+    wbridge.share_memory(jobs[1][0].parameters.values())
+    async with running(tmp_path, "sync", engines={"engine-0": 1}, toys_of=jobs, **SHARED) as job:
+        await job.update(1)
+        fill, withdraw = SharedMemoryEndpoint.fill, SharedMemoryTransport.withdraw
+        reached, go_on, taken_back = threading.Event(), threading.Event(), list[bool]()
+
+        async def fill_slowly(self: SharedMemoryEndpoint, remote: Any, write: Any) -> None:
+            async def write_slowly(window: Any) -> bytes:
+                reached.set()
+                with anyio.CancelScope(shield=True):
+                    await until(go_on.is_set)
+                return await write(window)
+
+            await fill(self, remote, write_slowly)
+
+        async def watch(self: SharedMemoryTransport, remote: Any) -> bool:
+            go_on.set()
+            taken_back.append(await withdraw(self, remote))
+            return taken_back[-1]
+
+        monkeypatch.setattr(SharedMemoryEndpoint, "fill", fill_slowly)
+        monkeypatch.setattr(SharedMemoryTransport, "withdraw", watch)
+
+        async def poll() -> None:
+            with pytest.raises(wbridge.WBridgeError):
+                await job.receivers[0].poll_requests(wait_s=PATIENCE_S)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(poll)
+            tasks.start_soon(job.send, 2)
+            await until(reached.is_set)
+            await job.receivers[0].aclose()
+            go_on.set()
+        assert taken_back
+        assert all(taken_back)
+
+
 async def test_sharing_keeps_objects_views_and_values() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     model.tied = model[0].weight

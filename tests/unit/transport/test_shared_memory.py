@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from wbridge.device.cpu import CpuDevice
-from wbridge.errors import ConfigError, PeerLost
+from wbridge.errors import ConfigError, PeerLost, ProtocolError
 from wbridge.transport import unix_endpoint, unix_incoming
-from wbridge.transport.exposure_table import ExposureTable
+from wbridge.transport.exposure_table import NUM_ENTRIES, ExposureTable
 from wbridge.transport.shared_memory import SharedMemoryTransport
 from wbridge.transport.unix_frames import Hello, Segment, UnixAddress, encode, encode_hello
 
@@ -58,6 +58,20 @@ async def test_descriptors_are_given_back_after_each_connection() -> None:
         assert num_open() == before
         assert not receiver._exposed
         assert not sender._endpoints
+
+
+async def test_the_last_entry_of_the_table_is_as_good_as_the_first() -> None:
+    buffer = CpuDevice().allocate(4096, "pinned", shared=True)
+    async with SharedMemoryTransport("receiver") as receiver, SharedMemoryTransport("sender") as sender:
+        receiver.register(buffer)
+        receiver._free = iter([NUM_ENTRIES - 1])
+        endpoint = await sender.connect(receiver.address, "receiver")
+        for _ in range(2):
+            await endpoint.put(memoryview(bytearray(8)), receiver.expose(buffer.view[:8], "sender"), b"here")
+            assert (await receiver.inbox.receive()).payload == b"here"
+        receiver.expose(buffer.view[:8], "sender")
+        with pytest.raises(ProtocolError, match=f"{NUM_ENTRIES} slots are exposed at once"):
+            receiver.expose(buffer.view[:8], "sender")
 
 
 @pytest.mark.parametrize("when", ["connecting", "let in"])
