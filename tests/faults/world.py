@@ -92,6 +92,10 @@ class Hooks:
         self.is_paused = False
 
 
+def _repack() -> None:
+    """What a backend does with new weights."""
+
+
 class TrackedDevice(LoopDevice):
     """Knows which of its memory is still held by anybody."""
 
@@ -145,7 +149,9 @@ class World:
     def _receiver(self, index: int, **more: object) -> wbridge.ReceiverAdapter:
         rollout = self.rollouts[index]
         target = msgspec.structs.replace(
-            rollout.target, source_map=_source_map(rollout.engine, rollout.rank, rollout.size)
+            rollout.target,
+            source_map=_source_map(rollout.engine, rollout.rank, rollout.size),
+            after_apply=_repack,
         )
         return wbridge.ReceiverAdapter(
             target,
