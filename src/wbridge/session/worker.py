@@ -194,7 +194,7 @@ class Worker:
                     async for message in transports.inbox:
                         deliver(message.peer, decode(message.payload, message.peer))
                 finally:
-                    await self.stop_epoch()  # which takes back what peers may write, through the transports
+                    await self._stop_work()  # which takes back what peers may write, through the transports
 
         await tasks.start(serve)
         return self.transports.address
@@ -231,18 +231,23 @@ class Worker:
     async def stop_epoch(self) -> None:
         """Cancel the epoch's work, wait until it has ended, and free its device. Not cancelled."""
         with anyio.CancelScope(shield=True):
+            await self._stop_work()
             async with self._stopping:
-                epoch, self._epoch = self._epoch, None
-                if epoch is not None:
-                    scope, over = epoch
-                    scope.cancel()
-                    await over.wait()
                 holdings, self._holdings = self._holdings, None
                 if holdings is not None:
                     holdings.end()
                 device, self._epoch_device = self._epoch_device, None
                 if device is not None and device is not self._given_device:
                     await anyio.to_thread.run_sync(device.close)
+
+    async def _stop_work(self) -> None:
+        with anyio.CancelScope(shield=True):
+            async with self._stopping:
+                epoch, self._epoch = self._epoch, None
+                if epoch is not None:
+                    scope, over = epoch
+                    scope.cancel()
+                    await over.wait()
 
     @property
     def _hosts_coordinator(self) -> bool:
