@@ -67,6 +67,7 @@ UNREACHED = {
     ("transport/exposures.py", "await wakeup.wait()"): "a write in progress",
     ("transport/loopback.py", "self._exposures.withdraw(remote)"): "a writer that is still there",
     ("engine/receive.py", "await anyio.sleep_forever()"): "a write in progress",
+    ("transport/loopback.py", "await endpoint.aclose()"): "an endpoint that its epoch has not closed",
     ("transport/inbox.py", "await turn.wakeup.wait()"): "256 unread messages",
     # What cleans up after another await was cut: these run in the cuts themselves.
     ("session/contexts.py", "await _close(endpoints)"): "cleanup",
