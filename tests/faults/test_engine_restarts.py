@@ -46,24 +46,31 @@ async def test_rollouts_follow_trainers_that_start_again(mode: str, tmp_path: Pa
             assert old is not None and new is not None and old.incarnation != new.incarnation
 
 
-async def test_a_coordinator_that_comes_back_with_another_mode_is_refused(tmp_path: Path) -> None:
-    def sender(mode: str) -> wbridge.SenderAdapter:
-        values = settings(mode, 1)
-        return wbridge.SenderAdapter(Trainer().source, rendezvous=rendezvous(tmp_path), config=values)
-
+@pytest.mark.parametrize("modes", [("sync", "async"), ("async", "sync")])
+async def test_an_engine_follows_a_trainer_that_comes_back_with_another_mode(
+    modes: tuple[str, str], tmp_path: Path
+) -> None:
+    trainer, rollout = Trainer(), Rollout("engine-0")
     receiver = wbridge.ReceiverAdapter(
-        Rollout("engine-0").target,
+        rollout.target,
         rendezvous=rendezvous(tmp_path),
         config={"transport": "loopback", "connect_timeout_s": PATIENCE_S},  # the mode is the coordinator's
     )
+
+    async def take(version: int) -> None:
+        update = await receiver.poll_requests(wait_s=PATIENCE_S)
+        assert update is not None
+        assert (update.version, rollout.holds(version)) == (version, True)
+
     async with receiver:
-        async with sender("sync") as first:
-            await gather(first.connect, receiver.connect)
-        async with sender("async") as second, anyio.create_task_group() as tasks:
-            tasks.start_soon(second.connect)
-            with pytest.raises(wbridge.ConfigError, match="came back with another mode"):
-                await receiver.poll_requests(wait_s=PATIENCE_S)
-            tasks.cancel_scope.cancel()
+        for version, mode in enumerate(modes, 1):
+            async with wbridge.SenderAdapter(
+                trainer.source, rendezvous=rendezvous(tmp_path), config=settings(mode, 1)
+            ) as sender:
+                connects = [sender.connect] if receiver.epoch else [sender.connect, receiver.connect]
+                await gather(*connects)
+                trainer.set_version(version)
+                await gather(lambda v=version, s=sender: s.send_weights(v), lambda v=version: take(v))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
