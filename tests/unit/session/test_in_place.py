@@ -220,6 +220,8 @@ async def test_closing_a_receiver_waits_for_who_writes_its_parameters(
             await until(reached.is_set)
             await job.receivers[0].aclose()
             go_on.set()
+        with pytest.raises(UpdateAborted, match="tainted"), job.receivers[0].step():
+            pass
         assert taken_back
         assert all(taken_back)
 
