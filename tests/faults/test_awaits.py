@@ -61,6 +61,8 @@ UNREACHED = {
     ("engine/receive.py", "await after.wait()"): "parameters in shared memory",
     ("session/late_writers.py", "await transports.withdraw("): "parameters in shared memory",
     ("engine/mailer.py", "self._endpoint.fill("): "a transport that fills in place",
+    ("engine/mailer.py", "_adopt"): "a transport that fills in place",
+    ("engine/mailer.py", "to_thread.run_sync(adopt"): "a transport that fills in place",
     ("engine/mailer.py", "await gathered.wait()"): "its cleanup, and gathering in place",
     ("engine/mailer.py", "self._arrived(order, memory"): "gathering in place",
     # Loopback copies small pieces at once, so nobody is ever found in the middle of a write.

@@ -58,6 +58,7 @@ class Mailer:
         self._slots = context.gather_slots.get(endpoint.peer)
         self._placements: dict[str, Placement] = {}
         self._adopted: dict[int, Buffer] = {}  # by the identity of the memory, which the buffer keeps
+        self._adopting = anyio.Lock(fast_acquire=True)
         self._running: dict[Order, anyio.CancelScope] = {}
         self._scope = anyio.CancelScope()
         self._is_ending = False
@@ -127,15 +128,21 @@ class Mailer:
     async def _gather_there(self, order: Order, window: Window) -> bytes:
         """Gather into the receiver's own slot, or into its parameters."""
         memory = window.memory
-        if id(memory) not in self._adopted:
-            self._adopted[id(memory)] = self._context.staging.adopt(memory)
-        gathered = self._gather(order, Place(self._adopted[id(memory)], window.offset))
+        gathered = self._gather(order, Place(await self._adopt(memory), window.offset))
         try:
             await gathered.wait()
             return await self._arrived(order, memory[window.offset : window.offset + window.nbytes])
         finally:
             with anyio.CancelScope(shield=True):
                 await gathered.wait()  # writes the slot, and reads the weights
+
+    async def _adopt(self, memory: memoryview) -> Buffer:
+        """In a thread, since page-locking a whole ring takes its time."""
+        async with self._adopting:
+            if id(memory) not in self._adopted:
+                adopt = self._context.staging.adopt
+                self._adopted[id(memory)] = await anyio.to_thread.run_sync(adopt, memory)
+        return self._adopted[id(memory)]
 
     def _gather(self, order: Order, there: Place) -> Event:
         if order.credit.in_place:
