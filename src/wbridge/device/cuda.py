@@ -45,11 +45,11 @@ class CudaDevice:
             where = torch.device("cuda", self._index)
             return CudaBuffer(torch.zeros(nbytes, dtype=torch.uint8, device=where), None)
         memory = HostMemory(nbytes, shared=shared)
-        return CudaBuffer(_pin(memory), memory)
+        return CudaBuffer(_pin(memory, self._index), memory)
 
     def adopt(self, memory: memoryview) -> CudaBuffer:
         foreign = ForeignMemory(memory)
-        return CudaBuffer(_pin(foreign), foreign)
+        return CudaBuffer(_pin(foreign, self._index), foreign)
 
     def open_stream(self, name: str) -> CudaStream:
         handle = torch.cuda.Stream(device=self._index)  # type: ignore[no-untyped-call]  # torch has no hints here
@@ -99,13 +99,14 @@ class CudaBuffer:
         return self._tensor
 
 
-def _pin(memory: HostMemory | ForeignMemory) -> torch.Tensor:
+def _pin(memory: HostMemory | ForeignMemory, index: int) -> torch.Tensor:
     """Page-lock host memory for as long as it lives; return it as a tensor."""
     if not memory.view.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     tensor = torch.frombuffer(memory.view, dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints here
-    torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+    with torch.cuda.device(index):  # else a thread of ours would start to use the first GPU too
+        torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
     weakref.finalize(memory.resources, runtime.cudaHostUnregister, tensor.data_ptr())
     return tensor
 

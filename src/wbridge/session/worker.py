@@ -94,7 +94,7 @@ class Worker:
         self.job = job
         self.loop: Loop = open_loop(f"wbridge {job.worker}")
         self._given_device = device
-        self._device_type = "cpu"
+        self._device_name = "cpu"
         self._caller_device: Device | None = device
         self._epoch_device: Device | None = None
         self._holdings: Holdings | None = None
@@ -113,7 +113,7 @@ class Worker:
         """Discover, join, and return when the first epoch is live."""
         if self._closed or self._member is not None:
             raise EndpointClosed(f"{self.job.worker}: connect() once, on an open adapter; make a new one")
-        self._device_type = next((t.device.type for t in described.parameters.values()), "cpu")
+        self._device_name = next((str(t.device) for t in described.parameters.values()), "cpu")
         self.source_map = yield Run(discover_map, described, self.job.config)
         self.loop.start()
         timeout_s = timeout_s or self.job.config.connect_timeout_s
@@ -125,7 +125,7 @@ class Worker:
     def current_stream(self) -> Stream:
         """The calling thread's own stream."""
         if self._caller_device is None:
-            self._caller_device = open_device(self._device_type, copy_threads=self.job.config.copy_threads)
+            self._caller_device = open_device(self._device_name, copy_threads=self.job.config.copy_threads)
         return self._caller_device.current_stream()
 
     @property
@@ -202,7 +202,7 @@ class Worker:
     def open_epoch_device(self) -> Device:
         """The device whose streams and buffers belong to the epoch that starts."""
         self._epoch_device = self._given_device or open_device(
-            self._device_type, copy_threads=self.job.config.copy_threads
+            self._device_name, copy_threads=self.job.config.copy_threads
         )
         return self._epoch_device
 
