@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 from typing import Final
 
 NUM_ENTRIES: Final = 1 << 20
@@ -22,6 +23,10 @@ NOT_EXPOSED: Final = 0
 
 _FLOCK: Final = "hhlli4x"
 """struct flock on 64-bit Linux: type, whence, start, length, process (0 for locks of an open file)."""
+
+
+# A child of a fork holds all files of its parent, which would keep the parent's locks beyond its death.
+_open_tables: Final = weakref.WeakSet["ExposureTable"]()
 
 
 class ExposureTable:
@@ -36,6 +41,7 @@ class ExposureTable:
             os.close(self._file)
             raise
         self._words = memoryview(self._memory).cast("Q")
+        _open_tables.add(self)
 
     def set(self, entry: int, word: int) -> None:
         """Expose."""
@@ -67,6 +73,14 @@ class ExposureTable:
             self._words.release()
             self._memory.close()
             os.close(self._file)
+
+
+def _close_in_child() -> None:
+    for table in list(_open_tables):
+        table.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _lock(kind: int, entry: int) -> bytes:

@@ -18,7 +18,7 @@ import pytest
 from wbridge.device.cpu import CpuDevice
 from wbridge.errors import ConfigError, PeerLost, ProtocolError
 from wbridge.transport import unix_endpoint, unix_incoming
-from wbridge.transport.exposure_table import NUM_ENTRIES, ExposureTable
+from wbridge.transport.exposure_table import NUM_ENTRIES, TABLE_NBYTES, ExposureTable
 from wbridge.transport.shared_memory import SharedMemoryTransport
 from wbridge.transport.unix_frames import Hello, Segment, UnixAddress, encode, encode_hello
 
@@ -72,6 +72,31 @@ async def test_the_last_entry_of_the_table_is_as_good_as_the_first() -> None:
         receiver.expose(buffer.view[:8], "sender")
         with pytest.raises(ProtocolError, match=f"{NUM_ENTRIES} slots are exposed at once"):
             receiver.expose(buffer.view[:8], "sender")
+
+
+def test_a_child_of_a_fork_does_not_keep_the_locks_of_its_parent() -> None:
+    """Data loaders fork, and may outlive a trainer that was killed in the middle of a write."""
+    memory = os.memfd_create("table", os.MFD_CLOEXEC)
+    os.ftruncate(memory, TABLE_NBYTES)
+    table, others = ExposureTable(memory), ExposureTable(memory)
+    assert table.try_lock(7)
+    begun, living = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(living[1])
+        os.write(begun[1], b"!")
+        os.read(living[0], 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        os.read(begun[0], 1)
+        assert not others.try_lock(7), "a fork is not the end of the parent's lock"
+        table.close()
+        assert others.try_lock(7)
+    finally:
+        for end in (*begun, *living, memory):
+            os.close(end)
+        others.close()
+        assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("when", ["connecting", "let in"])
