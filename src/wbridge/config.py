@@ -87,7 +87,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     verify: Literal["sample", "full", "off"] = "sample"
     """How much of the source map is replayed against a real `load_weights` at connect."""
     local_slots: int = 2
-    """Slots in which a sender gathers for one receiver, where it cannot gather into the receiver's memory."""
+    """Slots in which a sender gathers, for each receiver into whose memory it cannot; each as large as the
+    largest piece for that receiver."""
     debug_source: bool = False
     """For debugging: `send_weights` digests the weights twice and raises if they changed meanwhile."""
     copy_threads: int = 0
