@@ -10,7 +10,7 @@ from wbridge.config import Config
 from wbridge.control.agreement import job_values
 from wbridge.control.membership import Joined, Member
 from wbridge.control.messages import EpochStart, Peer
-from wbridge.errors import InternalError
+from wbridge.errors import InternalError, ProtocolError
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.build import build_plan
 from wbridge.plan.types import WorkerPlan, slice_for
@@ -69,6 +69,18 @@ def epoch_start(epoch: Epoch, worker: WorkerId, roster: Roster, slices: Slices, 
         ranks=tuple(member.worker for member in roster.ranks),
         job=job_values(config),
     )
+
+
+def leader_address(start: EpochStart, engine: str) -> str:
+    """Return where the other workers of `engine` reach its leader.
+
+    Raises:
+        ProtocolError: the coordinator left it out.
+    """
+    for peer in start.peers:
+        if peer.worker.role == "rollout" and peer.worker.group == engine and peer.worker.is_leader:
+            return peer.lockstep_address
+    raise ProtocolError(f"epoch {start.epoch}: the coordinator left out the leader of engine {engine!r}")
 
 
 def joined_of(member: Member) -> Joined:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from wbridge.errors import EndpointClosed
 from wbridge.session.gate import StepGate
 from wbridge.session.portal import Loop
 from wbridge.session.script import Run, Script, Wait, first_done
@@ -39,7 +40,10 @@ class Pausing:
     ) -> Script[bool]:
         """Wait until no step is open; False if the engine lets this worker go first: `wait_let_go`."""
         while (drained := self.gate.try_close()) is not None:
-            let_go = loop.submit(wait_let_go)
+            try:
+                let_go = loop.submit(wait_let_go)
+            except EndpointClosed:  # the adapter was closed meanwhile
+                return False
             yield Wait(first_done(drained, let_go.finished), on_cancel)
             if not drained.done():
                 return False

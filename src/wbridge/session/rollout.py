@@ -13,6 +13,7 @@ import msgspec
 
 from wbridge.config import Config
 from wbridge.control.messages import Committed, EpochStart, FlowMessage, TakeDigest
+from wbridge.control.planning import leader_address
 from wbridge.device.base import Device, Event, Stream
 from wbridge.engine.apply import Destinations
 from wbridge.engine.lockstep import Instruction, Lockstep, Written
@@ -56,7 +57,6 @@ class Rollout:
         job = load_job(target.worker, rendezvous, config, secret)
         self._target = target
         self._worker = Worker(job, device)
-        self._config = job.config
         self._pausing = Pausing(hooks)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._lockstep: Lockstep | None = None
@@ -122,6 +122,7 @@ class Rollout:
         begun_s = parked_s = time.perf_counter()
         slept = wait_s is not None and not lockstep.follower.flag
         refusal: BaseException | None = None
+        self._applying = None
         self._pausing.begin_poll()
         instruction = yield from self._ask(functools.partial(lockstep.poll, wait_s))
         while True:
@@ -154,7 +155,13 @@ class Rollout:
         """Do something in the loop thread and return the next instruction. A cancelled caller stays until
         the engine has answered."""
         loop = self._worker.loop
-        call = loop.submit(work)
+        try:
+            call = loop.submit(work)
+        except EndpointClosed as exc:  # the adapter was closed meanwhile, by the hook for example
+            if self._applying is not None:
+                self._taint(f"{exc}, before the engine agreed on what is written")
+            yield from self._pausing.end(None, exc)
+            raise
         try:
             instruction: Instruction = yield Wait(call.finished, self._cancel_poll)
         except GeneratorExit:
@@ -245,8 +252,10 @@ class Rollout:
         return serving.version
 
     def close(self) -> Script[None]:
-        yield from self._worker.close()
-        self.gate.open()
+        try:
+            yield from self._worker.close()
+        finally:
+            self.gate.open()
 
     @property
     def epoch(self) -> Epoch | None:
@@ -259,7 +268,7 @@ class Rollout:
     # The loop thread: `Role` -----------------------------------------------------------------------------
 
     async def open(self, config: Config, secret: bytes, tasks: anyio.abc.TaskGroup, host: str) -> Addresses:
-        self._config, self._tasks = config, tasks
+        self._tasks = tasks
         assert self._worker.source_map is not None
         self._destinations = Destinations(self._target.parameters, self._worker.source_map)
         transport = await self._worker.open_transports(config, tasks, self._frame)
@@ -272,7 +281,7 @@ class Rollout:
         lockstep, destinations = self._lockstep, self._destinations
         assert lockstep is not None and destinations is not None and self._tasks is not None
         self._is_live = False
-        await lockstep.enter(start.epoch, _leader_address(start, self._target.worker.group), config)
+        await lockstep.enter(start.epoch, leader_address(start, self._target.worker.group), config)
         self._unsent = []
         await self._stop_engine()
         await self._late_writers.wait_gone(self._worker.transports)
@@ -378,10 +387,8 @@ class Rollout:
         if not self._is_live:
             self._unsent.append(message)
             return
-        try:
+        with contextlib.suppress(PeerLost, EndpointClosed):  # noticed by whoever reads the connection
             self._worker.post(message)
-        except (PeerLost, EndpointClosed):
-            return  # the loss is noticed by whoever reads the connection
 
     def _frame(self, peer: str, frame: DataFrame) -> None:
         if self._engine is None or frame.epoch != self._epoch:
@@ -391,10 +398,3 @@ class Rollout:
                 self._engine.arrived(peer, frame.message)
             case Stopped():
                 self._engine.stopped(peer, frame.message)
-
-
-def _leader_address(start: EpochStart, engine: str) -> str:
-    for peer in start.peers:
-        if peer.worker.role == "rollout" and peer.worker.group == engine and peer.worker.is_leader:
-            return peer.lockstep_address
-    raise ProtocolError(f"epoch {start.epoch}: the coordinator left out the leader of engine {engine!r}")

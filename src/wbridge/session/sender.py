@@ -80,8 +80,8 @@ class SenderAdapter:
         """Change how the job moves versions, between two of them; every trainer rank calls it.
 
         Versions that are on their way arrive first; then all workers go into a new epoch, with the same
-        plan. Returns when it is live. `timeout_s` is how long to wait for the other ranks' calls, by
-        default `connect_timeout_s`.
+        plan. Returns when it is live. `timeout_s` is how long to wait for the other ranks' calls, and for
+        an engine if there is none, by default `connect_timeout_s`.
 
         Cancelled: before all ranks have called, withdraws the change for all of them; afterwards only
         stops waiting.
@@ -89,8 +89,8 @@ class SenderAdapter:
         Raises:
             ConfigError: there is no such value, or a rollout worker has set another one for itself.
             ProtocolError: ranks ask for different values.
-            BarrierTimeout: ranks did not call in time; `missing` names them.
-            UpdateAborted: a rank withdrew.
+            BarrierTimeout: ranks did not call in time, or no engine came; `missing` names them.
+            UpdateAborted: a rank withdrew, or the settings are being changed already.
             PeerLost: a trainer rank or the coordinator is gone.
         """
         await drive_async(self._trainer.reconfigure(mode, delivery, timeout_s))

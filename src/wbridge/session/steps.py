@@ -63,6 +63,7 @@ class Step:
                 self._on_success()
         finally:
             self._is_open = False
+            self._outer = _open_step(self._outer)  # a task started here keeps this step, and not all before
             if _innermost.get() is self:
                 _innermost.set(self._outer)
             self._gate.leave(self._thread)

@@ -16,7 +16,7 @@ from wbridge.control.agreement import adopt
 from wbridge.control.messages import Committed, EpochStart, FlowMessage, Value
 from wbridge.device.base import Device, Event, Stream
 from wbridge.engine.wire import DataFrame
-from wbridge.errors import ConfigError, PeerLost, UpdateAborted, WBridgeError
+from wbridge.errors import BarrierTimeout, ConfigError, PeerLost, UpdateAborted, WBridgeError
 from wbridge.flow.messages import Credit, Placed
 from wbridge.flow.standings import Standings
 from wbridge.ids import Epoch, WorkerId
@@ -91,7 +91,7 @@ class Trainer:
         except ConfigError as exc:
             raise ConfigError(f"reconfigure() with values that do not exist: {exc.__cause__}") from exc
         patience_s = timeout_s or self._config.connect_timeout_s
-        call = self._worker.loop.submit(functools.partial(self._worker.reconfigure, asked, patience_s))
+        call = self._worker.loop.submit(functools.partial(self._reconfigure, asked, patience_s))
         yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
 
     def close(self) -> Script[None]:
@@ -109,9 +109,18 @@ class Trainer:
 
     async def _send(self, version: int, metadata: bytes, after: Event) -> Publication:
         epoch = await self._live_epoch(f"version {version}")
-        publication = await epoch.send(version, metadata, after)
+        try:
+            publication = await epoch.send(version, metadata, after)
+        except BarrierTimeout:  # engines that took it in time have it
+            self._last_version = version
+            raise
         self._last_version = version
         return publication
+
+    async def _reconfigure(self, values: dict[str, Value], patience_s: float) -> None:
+        if self._ended is not None:
+            raise self._ended
+        await self._worker.reconfigure(values, patience_s)
 
     async def _verify(self, after: Event) -> Verification:
         epoch = await self._live_epoch("verify()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 import wbridge
 from tests.unit.session.job import PATIENCE_S, Job, gather, running, running_sync, together
-from wbridge.errors import LayoutError, PeerLost
+from wbridge.errors import EndpointClosed, LayoutError, PeerLost
 
 pytestmark = pytest.mark.anyio
 PAIR = {"engine-0": 2}
@@ -278,6 +279,35 @@ async def test_c51_pause_and_update_may_reach_the_workers_in_any_order(
         await gather(lambda: job.send(2), meet_alone)
         assert job.holds(2)
         assert all(is_paired(hook.calls) for hook in hooks.values())
+
+
+@pytest.mark.parametrize("steps_are_open", [False, True])
+@pytest.mark.parametrize("mode", TWO_MODES)
+async def test_an_adapter_that_a_hook_closes_resumes_with_its_old_version(
+    mode: str, steps_are_open: bool, tmp_path: Path
+) -> None:
+    hooks = AsyncHooks()
+    one = {"engine-0": 1}
+    async with running(tmp_path, mode, num_trainers=1, engines=one, hooks={0: hooks}) as job:
+        await job.update(1)
+        receiver = job.receivers[0]
+        hooks.calls.clear()
+        hooks.before = receiver.aclose
+
+        async def take() -> None:
+            with pytest.raises(EndpointClosed):
+                await receiver.poll_requests(wait_s=PATIENCE_S)
+
+        async def send() -> None:
+            await job.send(2)
+
+        async with AsyncExitStack() as stack:
+            if steps_are_open:
+                await stack.enter_async_context(receiver.step())
+            await gather(take, send)
+        assert hooks.calls == ["before", None]
+        async with receiver.step() as version:
+            assert version == 1
 
 
 async def test_what_fails_after_a_refusal_is_raised_because_of_it(tmp_path: Path) -> None:

@@ -235,3 +235,24 @@ def test_threads_with_nested_steps_run_on_whole_versions(tmp_path: Path) -> None
 
         *_, updates = together(serve, serve, update)
         assert [update.version for update in updates if update] == [2, 3, 4]
+
+
+async def test_tasks_that_start_each_other_inside_steps_keep_none_that_have_ended(tmp_path: Path) -> None:
+    """A server may begin each forward pass from inside the one before it, for as long as it runs."""
+    async with running(tmp_path, num_trainers=1, engines=ONE) as job:
+        steps = [job.receivers[0].step() for _ in range(4)]
+        entered, left = ([anyio.Event() for _ in steps] for _ in range(2))
+
+        async def go(index: int) -> None:
+            async with steps[index]:
+                entered[index].set()
+                if index > 0:
+                    await left[index - 1].wait()
+                if index + 1 < len(steps):
+                    tasks.start_soon(go, index + 1)
+                    await entered[index + 1].wait()
+            left[index].set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(go, 0)
+        assert [step._outer for step in steps] == [None] * 4

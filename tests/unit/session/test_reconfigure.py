@@ -297,8 +297,9 @@ async def test_an_operator_sets_the_mode_of_a_whole_job(
         job = Job(trainers, rollouts, senders, receivers)
         await job.update(1)
         assert job.holds(1)
-        roles = (*(sender._trainer for sender in senders), *(receiver._rollout for receiver in receivers))
-        assert {role._config.mode.value for role in roles} == {mode}
+        workers = (*(s._trainer._worker for s in senders), *(r._rollout._worker for r in receivers))
+        members = [worker._member for worker in workers]
+        assert {member._config.mode.value for member in members if member and member._config} == {mode}
     finally:
         await gather(*[adapter.aclose for adapter in reversed(adapters)])
 
@@ -340,3 +341,10 @@ async def test_the_answer_to_a_request_that_nobody_waits_for_answers_no_other_on
         with pytest.raises(UpdateAborted, match="being changed already"):
             await member.reconfigure({"mode": "sender_overlap"}, PATIENCE_S)
         tasks.cancel_scope.cancel()
+
+
+async def test_a_rank_that_has_left_the_job_says_why(tmp_path: Path) -> None:
+    async with running(tmp_path, "async", num_trainers=1, engines={"engine-0": 1}) as job:
+        job.senders[0]._trainer._ended = PeerLost("the reason for which it ended")
+        with pytest.raises(PeerLost, match="reason for which"):
+            await job.senders[0].reconfigure(mode="sync")

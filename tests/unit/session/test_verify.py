@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -23,6 +24,7 @@ from tests.unit.session.job import (
     toys,
 )
 from wbridge.errors import BarrierTimeout, PeerLost, UpdateAborted
+from wbridge.session.publication import Publication
 
 pytestmark = pytest.mark.anyio
 
@@ -84,6 +86,29 @@ async def test_an_engine_at_another_version_is_reported_with_it(tmp_path: Path) 
         result = await verify(job)
         assert outcomes(result) == {"engine-0": "equal", "engine-1": "other_version"}
         assert result.engines[1].version == 1 and "version 1" in result.engines[1].reason
+
+
+async def test_a_version_that_only_some_engines_took_in_time_is_what_they_are_compared_with(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, "async", num_trainers=1) as job:
+        await job.update(1)
+        epoch = job.senders[0]._trainer._epoch
+        assert epoch is not None
+        send = epoch.send
+
+        async def late(*args: Any) -> Publication:  # Any: as `send` takes them
+            await send(*args)
+            raise BarrierTimeout("engine-1 did not take it", ["engine-1"])
+
+        epoch.send = late  # type: ignore[method-assign]  # engines need not be slow for it
+        job.trainers[0].set_version(2)
+        with pytest.raises(BarrierTimeout):
+            await job.senders[0].send_weights(2)
+        await job.take(*job.of("engine-0"))
+        result = await verify(job)
+        assert result.version == 2
+        assert outcomes(result) == {"engine-0": "equal", "engine-1": "other_version"}
 
 
 async def test_a_commit_waits_for_the_digest(tmp_path: Path) -> None:
