@@ -43,7 +43,11 @@ class Settings:
 
     @property
     def adapter_arguments(self) -> dict[str, Any]:
-        values = {"mode": self.mode, "num_engines": self.num_engines, **self.config}
+        # The workers share the cores, as they would be told to on any host.
+        num_workers = self.num_trainers + self.num_engines * self.tensor_parallel
+        copy_threads = max(1, (os.cpu_count() or 1) // num_workers)
+        values = {"mode": self.mode, "num_engines": self.num_engines, "copy_threads": copy_threads}
+        values |= self.config
         return {"rendezvous": f"file://{self.directory}/rendezvous", "config": values}
 
     @property

@@ -92,7 +92,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     debug_source: bool = False
     """For debugging: `send_weights` digests the weights twice and raises if they changed meanwhile."""
     copy_threads: int = 0
-    """Threads of one copy between parameters and slots in host memory; 0 means the cores, at most 4."""
+    """Threads of one copy between parameters and slots in host memory; 0 means the cores, at most 4. Workers
+    that share a host should divide its cores among them."""
     host: str = ""
     """Overrides the host identity: workers with the same one are taken to share memory."""
 

@@ -81,7 +81,9 @@ class Device(Protocol):
         """Return host memory of somebody else as a buffer, which keeps it alive."""
         ...
 
-    def open_stream(self, name: str) -> Stream: ...
+    def open_stream(self, name: str, *, background: bool = False) -> Stream:
+        """Return a stream of its own. `background`: nobody waits for its work, which gives way."""
+        ...
 
     def current_stream(self) -> Stream:
         """The calling thread's own stream: the one its framework submits to."""

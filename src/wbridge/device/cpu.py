@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections import deque
@@ -17,6 +18,8 @@ from wbridge.errors import EndpointClosed
 from wbridge.native.extension import set_copy_threads
 
 _MAX_HELD: Final = 64
+_BACKGROUND_NICE: Final = 15
+"""Runs when a core is idle, and a little even when none is."""
 
 
 class CpuDevice:
@@ -51,10 +54,10 @@ class CpuDevice:
     def adopt(self, memory: memoryview) -> CpuBuffer:
         return CpuBuffer(memory.nbytes, "pinned", memory=ForeignMemory(memory))
 
-    def open_stream(self, name: str) -> CpuStream:
+    def open_stream(self, name: str, *, background: bool = False) -> CpuStream:
         """Start a stream with its own thread; `close` of the device ends it."""
         release = None if self._seed is None else _Release(f"{self._seed}/{name}", self._max_held)
-        stream = CpuStream(name, release)
+        stream = CpuStream(name, release, background=background)
         with self._lock:
             if self._closed:
                 raise EndpointClosed(f"stream {name!r}: the cpu device is closed; open a new device")
@@ -133,14 +136,15 @@ class _Release:
 
 
 class CpuStream:
-    """A queue of work run in order by one thread.
+    """A queue of work run in order by one thread, in the `background` at a low priority.
 
     Work that raises skips the work up to the next recorded event, which raises that error to those
     who wait for it; what follows the event runs again.
     """
 
-    def __init__(self, name: str, release: Callable[[int], int] | None) -> None:
+    def __init__(self, name: str, release: Callable[[int], int] | None, *, background: bool = False) -> None:
         self.name = name
+        self._background = background
         self._release = release
         self._changed = threading.Condition()
         self._queue: deque[Callable[[], None] | CpuEvent] = deque()
@@ -205,6 +209,10 @@ class CpuStream:
         self._changed.notify_all()
 
     def _run(self) -> None:
+        if self._background:
+            thread = threading.get_native_id()
+            lower = max(_BACKGROUND_NICE, os.getpriority(os.PRIO_PROCESS, thread))
+            os.setpriority(os.PRIO_PROCESS, thread, lower)
         while (item := self._next()) is not None:
             if isinstance(item, CpuEvent):
                 item.finish(self._error)

@@ -51,8 +51,8 @@ class CudaDevice:
         foreign = ForeignMemory(memory)
         return CudaBuffer(_pin(foreign, self._index), foreign)
 
-    def open_stream(self, name: str) -> CudaStream:
-        handle = torch.cuda.Stream(device=self._index)  # type: ignore[no-untyped-call]  # torch has no hints here
+    def open_stream(self, name: str, *, background: bool = False) -> CudaStream:
+        handle = torch.cuda.Stream(device=self._index, priority=0 if background else -1)  # type: ignore[no-untyped-call]  # torch has no hints here
         stream = CudaStream(handle)
         self._streams.append(stream)
         return stream

@@ -32,7 +32,7 @@ class PinnedSender:
         snapshot_versions: int,
     ) -> None:
         names = {transfer.source_parameter for piece in pieces for transfer in piece.transfers}
-        self._gathers = device.open_stream("gather")
+        self._gathers = device.open_stream("gather", background=True)  # the trainer has gone on
         self._stream = device.open_stream("snapshot")
         self._device = device
         self._local_slots = local_slots

@@ -46,7 +46,7 @@ class LoopDevice:
     def adopt(self, memory: memoryview) -> Buffer:
         return self._cpu.adopt(memory)
 
-    def open_stream(self, name: str) -> LoopStream:
+    def open_stream(self, name: str, *, background: bool = False) -> LoopStream:
         self._streams.append(LoopStream(name, self._delay_s))
         return self._streams[-1]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from contextlib import closing
 
 import anyio
 import anyio.to_thread
@@ -221,3 +223,13 @@ def test_the_device_is_chosen_by_where_the_parameters_live() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(NativeUnavailable, match="visible GPU"):
             open_device("cuda")
+
+
+def test_work_in_the_background_has_a_low_priority() -> None:
+    with closing(CpuDevice()) as device:
+        found = []
+        for background in (False, True):
+            stream = device.open_stream("s", background=background)
+            stream.submit(lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+            stream.record().synchronize()
+        assert found[0] == os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < found[1]
