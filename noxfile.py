@@ -29,9 +29,7 @@ def tests(session: nox.Session) -> None:
         return
     # Frameworks set process-wide state when imported, so each kind of test gets a process of its own.
     run(session, "-m", "pytest", "-m", "not process and not backend and not gpu and not exhaustive")
-    run(
-        session, "-m", "pytest", "-m", "process and not (backend or gpu or exhaustive or faults)"
-    )
+    run(session, "-m", "pytest", "-m", "process and not (backend or gpu or exhaustive or faults)")
     run(session, "-m", "pytest", "-m", "backend and not gpu and not exhaustive")
 
 

@@ -48,8 +48,8 @@ class Code:
 
     def __init__(self, package: str, files: Iterable[str]) -> None:
         spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.submodule_search_locations is not None
-        self._root = Path(spec.submodule_search_locations[0])
+        assert spec is not None and spec.origin is not None
+        self._root = Path(spec.origin).parent
         self._names = {str(self._root / file): file for file in files}
         self._tables: dict[CodeType, tuple[list[int], list[Point]]] = {}
 

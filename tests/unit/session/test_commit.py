@@ -20,8 +20,8 @@ class Watched(CpuDevice):
 
     gather: CpuStream
 
-    def open_stream(self, name: str) -> CpuStream:
-        stream = super().open_stream(name)
+    def open_stream(self, name: str, *, background: bool = False) -> CpuStream:
+        stream = super().open_stream(name, background=background)
         if name == "gather":
             self.gather = stream
         return stream
