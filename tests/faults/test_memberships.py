@@ -117,8 +117,9 @@ def test_c56_an_engine_that_joins_during_an_update_serves_nothing_before_its_fir
         assert job.update() > version
 
 
+@pytest.mark.faults
 def test_c67_a_slow_engine_delays_nobody_and_a_wait_for_it_can_be_cancelled(tmp_path: Path) -> None:
-    with cast(tmp_path, "async") as job:
+    with cast(tmp_path, "async", heartbeat_s=10.0) as job:  # slow, not lost
         os.kill(job["leader"].pid, signal.SIGSTOP)
         for _ in range(5):
             job.update("neighbour")
@@ -127,11 +128,12 @@ def test_c67_a_slow_engine_delays_nobody_and_a_wait_for_it_can_be_cancelled(tmp_
 
 
 def test_c67_a_send_that_waits_for_a_slow_engine_can_be_interrupted(tmp_path: Path) -> None:
-    with cast(tmp_path, "sync") as job:
+    with cast(tmp_path, "sync", heartbeat_s=10.0) as job:  # slow, not lost
         observer = job.watch("leader", "half landed", signal.SIGSTOP)
         job.begin()
         observer.hear("passed")
         os.kill(job["trainer-0"].pid, signal.SIGINT)
+        time.sleep(0.5)  # or the version lands before the trainer has noticed
         os.kill(job["leader"].pid, signal.SIGCONT)
         job["trainer-0"].hear("interrupted")
         answer = job["trainer-1"].hear("failed", "sent")
