@@ -42,7 +42,7 @@ def explore(session: nox.Session) -> None:
 @nox.session
 def faults(session: nox.Session) -> None:
     """Kill and stop processes at each transition in each role, some thirty minutes; a table at the end."""
-    run(session, "-m", "pytest", "-m", "faults or process", "tests/faults/test_kills.py", *session.posargs)
+    run(session, "-m", "pytest", "-m", "faults or process", "tests/faults", *session.posargs)
 
 
 @nox.session
