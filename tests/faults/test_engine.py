@@ -79,7 +79,7 @@ async def test_a_task_that_fails_ends_its_worker_with_the_reason(
         async def roll() -> None:
             receiver = job.receivers[0]
             while not receiver._rollout._lockstep.follower.flag:
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
             assert await receiver.poll_requests() is None
 
         await gather(send, roll)
@@ -170,7 +170,7 @@ async def test_close_is_bounded_when_a_put_hangs(tmp_path: Path, monkeypatch: py
         sender = job.senders[0]
         await job.send(1)
         while not hung.is_set():
-            await anyio.lowlevel.checkpoint()
+            await anyio.sleep(0.001)
         with anyio.fail_after(5.0):
             await sender.aclose()
         assert sender._trainer._worker.loop._thread.is_alive()  # cut, so that nothing is freed under the put

@@ -121,7 +121,7 @@ async def test_a_worker_lost_while_bytes_are_due_ends_the_polls_of_its_engine(
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(poll)
                 while receiver._rollout._lockstep.follower._stage != "applying":
-                    await anyio.lowlevel.checkpoint()
+                    await anyio.sleep(0.001)
                 await receiver.aclose()
             ending = receiver._rollout._worker._running.finished.exception()
             assert isinstance(ending, wbridge.EndpointClosed)  # cancelled, and nothing went wrong in it

@@ -52,7 +52,7 @@ async def test_a_landed_version_is_waited_for_once(
 
         async def poll_when_held() -> None:
             while not receiver._rollout._lockstep.follower.flag:
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
             await job.take()
 
         async with anyio.create_task_group() as tasks:
@@ -77,7 +77,7 @@ async def test_what_a_writer_stops_before_is_not_exposed_any_longer(tmp_path: Pa
                     engine.stopped(str(trainer.source.worker), Stopped(ticket, -1))
                 engine.abort(ticket, "for the test")
             while engine._exposed:
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
 
         with anyio.fail_after(5):
             await anyio.to_thread.run_sync(rollout._worker.loop.submit(stop_before_the_abort).finished.result)

@@ -28,7 +28,7 @@ def waits_for_steps(rollout: Rollout) -> bool:
 
 async def until_update_waits(job: Job) -> None:
     while not waits_for_steps(job.receivers[0]._rollout):
-        await anyio.lowlevel.checkpoint()
+        await anyio.sleep(0.001)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

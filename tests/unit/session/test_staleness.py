@@ -31,7 +31,7 @@ async def agreed(job: Job, path: Path) -> dict[str, EngineStatus]:
     reply = {engine.engine: engine for engine in (await status(path)).engines}
     for sender in job.senders:
         while sender.engines != reply:
-            await anyio.lowlevel.checkpoint()
+            await anyio.sleep(0.001)
             reply = {engine.engine: engine for engine in (await status(path)).engines}
     return reply
 
@@ -124,7 +124,7 @@ async def test_an_engine_that_leaves_is_not_live_and_another_epoch_is_without_it
         (leaver,) = job.of("engine-1")
         await job.receivers[leaver].aclose()
         while sender.engines["engine-1"].live:
-            await anyio.lowlevel.checkpoint()
+            await anyio.sleep(0.001)
         assert sender.engines["engine-1"].version == 1
         assert await agreed(job, tmp_path) == sender.engines
         await job.send(2)
@@ -158,7 +158,7 @@ async def test_status_names_whom_a_send_waits_for(tmp_path: Path) -> None:
 
         async def waits_for(*names: str) -> None:
             while (await status(tmp_path)).waiting_for != names:
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
 
         async def look_and_go_on() -> None:
             await waits_for("trainer/trainer[1] (send 1)")

@@ -185,7 +185,7 @@ async def test_a_cancelled_call_leaves_the_next_one_whole(tmp_path: Path) -> Non
 
         async def stop(scope: anyio.CancelScope) -> None:
             while not verifying._answers:
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
             scope.cancel()
 
         async with anyio.create_task_group() as tasks:
@@ -199,7 +199,7 @@ async def test_a_cancelled_call_leaves_the_next_one_whole(tmp_path: Path) -> Non
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, 1)
             while not job.senders[1]._trainer._epoch.verifier._answers:  # type: ignore[union-attr]  # as above
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
             await ask(0)
         assert len(results) == 2 and all(result.equal for result in results)
 
@@ -235,7 +235,7 @@ async def test_a_digest_that_its_epoch_does_not_wait_for_is_given_up(tmp_path: P
 
         async def change() -> None:
             while not gate._waiting:
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
             await late.connect()
 
         async with late:
