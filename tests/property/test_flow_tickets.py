@@ -12,7 +12,7 @@ import pytest
 
 from tests.property.explorer import case, explore
 from tests.property.ticket_model import TicketWorld
-from wbridge.flow.calls import Calls
+from wbridge.flow.calls import Calls, to_ranks
 from wbridge.flow.messages import CallAborted, Report, TooLate, WithdrawCall
 from wbridge.flow.records import TicketRecord
 from wbridge.flow.tickets import Tickets
@@ -70,17 +70,17 @@ class WithdrawByVersion(Calls):
         queues[rank].append(report)
         heads = [queue[0] for queue in queues.values() if queue]
         if len(heads) < self.num_ranks or len({head.version for head in heads}) > 1:
-            return None
+            return None, []
         for queue in queues.values():
             self.announced[queue.pop(0).call] = 0
-        return heads[0]
+        return heads[0], []
 
-    def burn(self, call: int, reason: str, **_: Any) -> tuple[tuple[int, ...], CallAborted]:
+    def burn(self, call: int, reason: str, **_: Any) -> list[Any]:
         told = (
             {0, 1} if any(self.__dict__.get("queues", {}).values()) else {self.__dict__.get("canceller", 0)}
         )
         self.__dict__["queues"] = {r: [] for r in range(self.num_ranks)}
-        return tuple(told), CallAborted(call, reason)
+        return [to_ranks(sorted(told), CallAborted(call, reason))]
 
 
 class OnlyNewerCloses(Tickets):
@@ -100,7 +100,7 @@ class CancelOnlyStopsWaiting(Tickets):
         announced = self._calls.announced.get(withdraw.call)
         if announced is None:
             return super().withdraw(rank, withdraw)
-        return [self._ranks(TooLate(withdraw.call, announced), [rank])]
+        return [to_ranks([rank], TooLate(withdraw.call, announced))]
 
 
 class WithdrawalAnswersReportsOnly(Tickets):

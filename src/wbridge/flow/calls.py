@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterable
 
+from wbridge.flow.actions import FromCoordinator, TicketsAction, To
 from wbridge.flow.messages import CallAborted, Report
-
-
-class Mismatch(msgspec.Struct, frozen=True):
-    """The ranks contradict each other; `answer` goes to `ranks`."""
-
-    answer: CallAborted
-    ranks: tuple[int, ...]
 
 
 class Calls:
@@ -35,30 +29,30 @@ class Calls:
     def live(self) -> tuple[int, ...]:
         return self._live
 
-    def report(self, rank: int, report: Report) -> Report | Mismatch | CallAborted | None:
-        """Return rank 0's report when all ranks have made the call, or what to answer, or None."""
+    def report(self, rank: int, report: Report) -> tuple[Report | None, list[TicketsAction]]:
+        """Return rank 0's report when all ranks have made the call, and what to answer."""
         call = report.call
         self._waiting.pop(rank, None)
-        burnt = self._answer_begun(rank, call)
-        if burnt is not None or call in self._burnt or call in self.announced:
-            return burnt
+        if answer := self._answer_begun(rank, call):
+            return None, answer
+        if call in self._burnt or call in self.announced:
+            return None, []
         reports = self._reports.setdefault(call, {})
         reports[rank] = report
         if len(reports) < self.num_ranks:
-            return None
+            return None, []
         why = _contradiction(reports)
         if why:
-            told, answer = self.burn(call, why, protocol_error=True)
-            return Mismatch(answer, told)
+            return None, self.burn(call, why, protocol_error=True)
         del self._reports[call]
-        return reports[0]
+        return reports[0], []
 
-    def waiting(self, rank: int, call: int) -> CallAborted | None:
-        """Note that `rank` waits for a snapshot; return what to answer if the call is burnt."""
-        burnt = self._answer_begun(rank, call)
-        if burnt is None and call not in self._burnt:
+    def waiting(self, rank: int, call: int) -> list[TicketsAction]:
+        """Note that `rank` waits for a snapshot."""
+        answer = self._answer_begun(rank, call)
+        if call not in self._burnt:
             self._waiting[rank] = call
-        return burnt
+        return answer
 
     def all_wait_after(self, call: int) -> bool:
         """Every rank waits for a snapshot in a call later than `call`."""
@@ -73,40 +67,43 @@ class Calls:
 
     def burn(
         self, call: int, reason: str, *, canceller: int | None = None, protocol_error: bool = False
-    ) -> tuple[tuple[int, ...], CallAborted]:
-        """Burn the number; return the ranks to tell now (those that have begun it) and what to tell them."""
+    ) -> list[TicketsAction]:
+        """Burn the number; tell the ranks that have begun it and do not know yet."""
         answer = self._burnt.setdefault(call, CallAborted(call, reason, protocol_error))
         begun = set(self._reports.pop(call, {}))
         begun |= {rank for rank, waits in self._waiting.items() if waits == call}
         if canceller is not None:
             begun.add(canceller)
         told = self._told.setdefault(call, set())
-        new = tuple(rank for rank in self._live if rank in begun - told)
+        new = [rank for rank in self._live if rank in begun - told]
         told |= begun
         for rank in begun:
             if self._waiting.get(rank) == call:
                 del self._waiting[rank]
-        return new, answer
+        return [to_ranks(new, answer)] if new else []
 
-    def close(self, reason: str, *, lost: int | None = None) -> list[tuple[CallAborted, tuple[int, ...]]]:
-        """Burn every call that is under way and all later ones; return whom to tell what."""
+    def close(self, reason: str, *, lost: int | None = None) -> list[TicketsAction]:
+        """Burn every call that is under way and all later ones."""
         self._closed = self._closed or reason
         if lost is not None:
             self._live = tuple(rank for rank in self._live if rank != lost)
         under_way = sorted({*self._reports, *self._waiting.values()})
-        answers = [self.burn(call, reason) for call in under_way]
-        return [(answer, told) for told, answer in answers if told]
+        return [action for call in under_way for action in self.burn(call, reason)]
 
-    def _answer_begun(self, rank: int, call: int) -> CallAborted | None:
-        """The answer to a rank that begins a burnt call, once."""
+    def _answer_begun(self, rank: int, call: int) -> list[TicketsAction]:
+        """Answer a rank that begins a burnt call, once."""
         if self._closed and call not in self.announced:
             self._burnt.setdefault(call, CallAborted(call, self._closed))
         burnt = self._burnt.get(call)
         told = self._told.setdefault(call, set()) if burnt is not None else set()
         if burnt is None or rank in told:
-            return None
+            return []
         told.add(rank)
-        return burnt
+        return [to_ranks([rank], burnt)]
+
+
+def to_ranks(ranks: Iterable[int], message: FromCoordinator) -> To:
+    return To(tuple(("rank", rank) for rank in ranks), message)
 
 
 def _contradiction(reports: dict[int, Report]) -> str:

@@ -1,6 +1,8 @@
-"""What `Tickets` remembers of each engine and of each ticket."""
+"""What `Tickets` remembers of the engines and of each ticket."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
 
 from wbridge.flow.messages import Report
 
@@ -14,6 +16,40 @@ class EngineRecord:
         self.grant: int | None = None  # the ticket it holds and has not finished: at most one
         self.lost = False
         self.misses = 0
+
+
+class Fleet:
+    """The engines of an epoch, in an order that stays."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._engines = {name: EngineRecord(name) for name in names}
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __iter__(self) -> Iterator[EngineRecord]:
+        return iter(self._engines.values())
+
+    def __getitem__(self, name: str) -> EngineRecord:
+        return self._engines[name]
+
+    def live(self) -> list[EngineRecord]:
+        return [engine for engine in self if not engine.lost]
+
+    def order(self, names: Iterable[str]) -> tuple[str, ...]:
+        wanted = set(names)
+        return tuple(name for name in self._engines if name in wanted)
+
+    def why_no_offer(self, name: str) -> str:
+        """Why an offer of this engine is refused; empty if it is not."""
+        engine = self._engines.get(name)
+        if engine is None or engine.lost:
+            return f"engine {name!r} is not a live member of this epoch"
+        if engine.grant is not None:
+            return f"engine {name!r} still holds ticket {engine.grant}"
+        if engine.offer is not None:
+            return f"engine {name!r} has offer {engine.offer} standing"
+        return ""
 
 
 class TicketRecord:

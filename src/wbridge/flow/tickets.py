@@ -6,7 +6,7 @@ what to send and which timers to start; it never waits and never looks at a cloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from wbridge.config import Delivery
 from wbridge.flow.actions import (
@@ -17,11 +17,10 @@ from wbridge.flow.actions import (
     TicketsAction,
     To,
 )
-from wbridge.flow.calls import Calls, Mismatch
+from wbridge.flow.calls import Calls, to_ranks
 from wbridge.flow.messages import (
     AbortTicket,
     Announced,
-    CallAborted,
     EngineOutcome,
     Finished,
     Landed,
@@ -38,7 +37,7 @@ from wbridge.flow.messages import (
     WithdrawCall,
     WithdrawOffer,
 )
-from wbridge.flow.records import EngineRecord, TicketRecord
+from wbridge.flow.records import EngineRecord, Fleet, TicketRecord
 
 
 class Tickets:
@@ -60,7 +59,7 @@ class Tickets:
         first_ticket: int = 1,
     ) -> None:
         self._calls = Calls(num_ranks)
-        self._engines = {name: EngineRecord(name) for name in engines}
+        self._engines = Fleet(engines)
         self._delivery = delivery
         self._source_held = source_held
         self._offers_are_parked = offers_are_parked
@@ -71,7 +70,7 @@ class Tickets:
     @property
     def quiet(self) -> bool:
         """No engine holds a grant: after `end`, the epoch may end."""
-        return all(engine.grant is None for engine in self._engines.values())
+        return all(engine.grant is None for engine in self._engines)
 
     @property
     def settled(self) -> bool:
@@ -85,7 +84,10 @@ class Tickets:
         """(rank, call) that others have begun without it; (engine, version) to land, to apply or to take."""
         to_all = self._delivery == "every" or self._source_held
         engines = [
-            (e.name, t.version) for t in self._tickets.values() for e in self._live() if t.waits(e, to_all)
+            (e.name, t.version)
+            for t in self._tickets.values()
+            for e in self._engines.live()
+            if t.waits(e, to_all)
         ]
         return self._calls.absent(), engines
 
@@ -93,34 +95,26 @@ class Tickets:
 
     def report(self, rank: int, report: Report) -> list[TicketsAction]:
         """A rank's source is ready; the last rank's report of a call makes it a ticket."""
-        out: list[TicketsAction] = []
-        matched = self._calls.report(rank, report)
-        if isinstance(matched, CallAborted):
-            out.append(To((("rank", rank),), matched))
-        elif isinstance(matched, Mismatch):
-            out.append(self._ranks(matched.answer, matched.ranks))
-        elif matched is not None:
+        matched, out = self._calls.report(rank, report)
+        if matched is not None:
             self._announce(matched, out)
         return self._settle(out)
 
     def waiting(self, rank: int, waiting: Waiting) -> list[TicketsAction]:
         """A rank finds no free snapshot; when all do, the newest ticket of `latest` closes."""
-        burnt = self._calls.waiting(rank, waiting.call)
-        if burnt is not None:
-            return [To((("rank", rank),), burnt)]
-        return self._settle([])
+        return self._settle(self._calls.waiting(rank, waiting.call))
 
     def withdraw(self, rank: int, withdraw: WithdrawCall) -> list[TicketsAction]:
         """A rank's send was cancelled: burnt if not announced, else too late (direct sender: aborted)."""
         call = withdraw.call
         announced = self._calls.announced.get(call)
         if announced is None:
-            told, burnt = self._calls.burn(call, f"trainer rank {rank} cancelled send {call}", canceller=rank)
-            return self._settle([self._ranks(burnt, told)] if told else [])
+            why = f"trainer rank {rank} cancelled send {call}"
+            return self._settle(self._calls.burn(call, why, canceller=rank))
         ticket = self._tickets.get(announced)
         if self._source_held and ticket is not None and not ticket.retired:
             return self._abort_everywhere(ticket, f"trainer rank {rank} cancelled send {call}")
-        return [To((("rank", rank),), TooLate(call, announced))]
+        return [to_ranks([rank], TooLate(call, announced))]
 
     def abort(self, rank: int, abort: AbortTicket) -> list[TicketsAction]:
         """The application aborts: every grant that has not finished, landed ones too; the engine answers."""
@@ -132,9 +126,7 @@ class Tickets:
     def lose_rank(self, rank: int, reason: str = "connection lost") -> list[TicketsAction]:
         """A trainer rank is gone: what has not landed never will, and no call can be completed."""
         why = f"trainer rank {rank} is lost: {reason}"
-        out: list[TicketsAction] = []
-        for burnt, told in self._calls.close(why, lost=rank):
-            out.append(self._ranks(burnt, told))
+        out = self._calls.close(why, lost=rank)
         for ticket in self._tickets.values():
             if not ticket.retired:
                 self._void(ticket, ticket.in_flight, why, out, everywhere=True)
@@ -145,17 +137,9 @@ class Tickets:
 
     def offer(self, engine: str, offer: Offer) -> list[TicketsAction]:
         """An engine can take a version. Answered by `Serve` or `OfferRefused`, at once or later."""
-        state = self._engines.get(engine)
-        why = self._ended
-        if state is None or state.lost:
-            why = f"engine {engine!r} is not a live member of this epoch"
-        elif state.grant is not None:
-            why = f"engine {engine!r} still holds ticket {state.grant}"
-        elif state.offer is not None:
-            why = f"engine {engine!r} has offer {state.offer} standing"
-        if why or state is None:
+        if why := self._engines.why_no_offer(engine) or self._ended:
             return [To((("leader", engine),), OfferRefused(offer.offer, why))]
-        state.offer = offer.offer
+        self._engines[engine].offer = offer.offer
         return self._settle([])
 
     def withdraw_offer(self, engine: str, withdraw: WithdrawOffer) -> list[TicketsAction]:
@@ -216,12 +200,12 @@ class Tickets:
         late = self._tickets.get(ticket)
         if late is None or late.retired:
             return []
-        missing = {e.name for e in self._live() if e.name in late.in_flight}
+        missing = {e.name for e in self._engines.live() if e.name in late.in_flight}
         if self._delivery == "every" or (self._source_held and not late.closed):
-            missing |= {e.name for e in self._live() if e.name not in late.granted | late.final}
+            missing |= {e.name for e in self._engines.live() if e.name not in late.granted | late.final}
         if not missing:
             return []
-        names = self._order(missing)
+        names = self._engines.order(missing)
         why = f"version {late.version} (ticket {ticket}) has not landed in time on engines {', '.join(names)}"
         out: list[TicketsAction] = [self._ranks(Overdue(ticket, names, why))]
         self._void(late, missing & late.in_flight, why, out)
@@ -235,12 +219,10 @@ class Tickets:
     def end(self, reason: str) -> list[TicketsAction]:
         """No more tickets and grants in this epoch; grants that are open go on until `quiet`."""
         self._ended = reason
-        out: list[TicketsAction] = []
-        for burnt, told in self._calls.close(reason):
-            out.append(self._ranks(burnt, told))
+        out = self._calls.close(reason)
         for ticket in self._tickets.values():
             self._close(ticket, "aborted", out)
-        for engine in self._engines.values():
+        for engine in self._engines:
             self._refuse(engine, reason, out)
         return self._settle(out)
 
@@ -256,7 +238,7 @@ class Tickets:
                     timer = old.timer  # engines that have waited for the old one are not made to wait anew
         ticket = TicketRecord(number, report, timer)
         self._calls.announced[report.call] = number
-        leaders: list[Recipient] = [("leader", e.name) for e in self._live()]
+        leaders: list[Recipient] = [("leader", e.name) for e in self._engines.live()]
         message = Announced(number, report.version, report.call)
         out.append(To((*self._all_ranks(), *leaders), message))
         if timer == number:
@@ -267,7 +249,7 @@ class Tickets:
             for old in self._tickets.values():
                 self._close(old, "superseded", out)
         self._tickets[number] = ticket
-        for engine in self._engines.values():
+        for engine in self._engines:
             if engine.lost:
                 self._finish(ticket, engine.name, "lost", out)
 
@@ -284,7 +266,7 @@ class Tickets:
                     ticket.retired = True
                     out.append(self._ranks(Retired(ticket.number)))
         if self._offers_are_parked:
-            for engine in self._engines.values():
+            for engine in self._engines:
                 if engine.offer is not None and self._wanted(engine) is None:
                     self._refuse(engine, "no open ticket waits for this engine", out)
         for number, ticket in list(self._tickets.items()):
@@ -293,7 +275,7 @@ class Tickets:
         return out
 
     def _gather(self, ticket: TicketRecord, out: list[TicketsAction]) -> None:
-        due = [e for e in self._live() if e.name not in ticket.granted | ticket.final]
+        due = [e for e in self._engines.live() if e.name not in ticket.granted | ticket.final]
         ready = [e for e in due if e.offer is not None and self._wanted(e) is ticket]
         if ready and (ticket.started or len(ready) == len(due) or self._out_of_snapshots(ticket)):
             self._serve(ticket, ready, out)
@@ -319,14 +301,14 @@ class Tickets:
 
     def _close_if_through(self, ticket: TicketRecord, out: list[TicketsAction]) -> None:
         if self._delivery == "every":
-            if all(e.name in ticket.landed | ticket.voided | ticket.final for e in self._live()):
+            if all(e.name in ticket.landed | ticket.voided | ticket.final for e in self._engines.live()):
                 self._close(ticket, "missed", out)
         elif self._out_of_snapshots(ticket):
             self._close(ticket, "superseded", out)
         elif self._source_held and ticket.started and not ticket.in_flight:
             if ticket.granted or not self._offers_are_parked:
                 self._close(ticket, "missed", out)
-        elif not self._live():
+        elif not self._engines.live():
             self._close(ticket, "lost", out)
 
     def _out_of_snapshots(self, ticket: TicketRecord) -> bool:
@@ -337,9 +319,9 @@ class Tickets:
         if ticket.closed:
             return
         ticket.closed = True
-        for name in self._engines:
-            if name not in ticket.granted | ticket.final:
-                self._finish(ticket, name, "missed" if name in ticket.missed else outcome, out)
+        for engine in self._engines:
+            if engine.name not in ticket.granted | ticket.final:
+                self._finish(ticket, engine.name, "missed" if engine.name in ticket.missed else outcome, out)
 
     def _abort_everywhere(self, ticket: TicketRecord, reason: str) -> list[TicketsAction]:
         out: list[TicketsAction] = []
@@ -358,7 +340,7 @@ class Tickets:
     ) -> None:
         if not engines and not everywhere:
             return
-        names = self._order(engines)
+        names = self._engines.order(engines)
         leaders: list[Recipient] = [("leader", name) for name in names]
         message = TicketAborted(ticket.number, names, reason, everywhere)
         out.append(To((*self._all_ranks(), *leaders), message))
@@ -383,16 +365,8 @@ class Tickets:
                 return ticket
         return None
 
-    def _live(self) -> list[EngineRecord]:
-        return [engine for engine in self._engines.values() if not engine.lost]
-
-    def _order(self, names: Iterable[str]) -> tuple[str, ...]:
-        wanted = set(names)
-        return tuple(name for name in self._engines if name in wanted)
-
     def _all_ranks(self) -> tuple[Recipient, ...]:
         return tuple(("rank", rank) for rank in self._calls.live)
 
-    def _ranks(self, message: FromCoordinator, ranks: Iterable[int] | None = None) -> To:
-        chosen = self._calls.live if ranks is None else tuple(ranks)
-        return To(tuple(("rank", rank) for rank in chosen), message)
+    def _ranks(self, message: FromCoordinator) -> To:
+        return to_ranks(self._calls.live, message)
