@@ -9,9 +9,12 @@ import msgspec
 import torch
 
 from wbridge.device.base import Buffer, Event, Stream
+from wbridge.device.kernels.descriptors import can_copy
+from wbridge.device.kernels.program import why_missing as kernel_missing
+from wbridge.device.kernels.table import KernelTable
 from wbridge.device.tables import NativeTable, Row, Table, TorchTable
 from wbridge.errors import LayoutError
-from wbridge.native.extension import why_missing
+from wbridge.native.extension import why_missing as native_missing
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 """Live local tensors by parameter name."""
@@ -44,14 +47,10 @@ class CopyPlan:
         self._blocks = blocks
         self._fits: set[tuple[int, int]] = set()
         rows = [_row(block, _tensor(block, tensors)) for block in blocks]
-        is_native = [row.is_native and why_missing() is None for row in rows]
-        natives = [row for row, native in zip(rows, is_native, strict=True) if native]
-        others = [row for row, native in zip(rows, is_native, strict=True) if not native]
-        self._tables: list[Table] = []
-        if natives:
-            self._tables.append(NativeTable(natives, into_slot=into_slot))
-        if others:
-            self._tables.append(TorchTable(others, into_slot=into_slot))
+        together: dict[tuple[type[Table], torch.device], list[Row]] = {}
+        for row in rows:
+            together.setdefault((_table_type(row), row.tensor.device), []).append(row)
+        self._tables = [table(rows, into_slot=into_slot) for (table, _), rows in together.items()]
 
     def run(self, buffer: Buffer, base: int) -> None:
         """Copy now, in the calling thread, to or from `buffer` at byte `base`.
@@ -104,6 +103,14 @@ def scatter(stream: Stream, copies: CopyPlan, buffer: Buffer, base: int = 0) -> 
 def _submit(stream: Stream, copies: CopyPlan, buffer: Buffer, base: int) -> Event:
     stream.submit(lambda: copies.run(buffer, base))
     return stream.record()
+
+
+def _table_type(row: Row) -> type[Table]:
+    if row.is_native and native_missing() is None:
+        return NativeTable
+    if row.tensor.is_cuda and can_copy(row) and kernel_missing(row.tensor.device.index) is None:
+        return KernelTable
+    return TorchTable
 
 
 def _row(block: Block, tensor: torch.Tensor) -> Row:

@@ -1,4 +1,6 @@
-"""Tables of strided copies: one that torch runs, and one that the native extension runs in a single call."""
+"""Tables of strided copies: one that torch runs, and one that the native extension runs in a single call.
+
+The table of GPUs is in `kernels`."""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _BITS: Final = {
 _NATIVE_CASTS: Final = {(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)}
 
 _NUM_CHECKED: Final = 16
-"""Storages of a native table that are looked at before each run. Whoever resizes one, as frameworks do that
+"""Storages of a table that are looked at before each run. Whoever resizes one, as frameworks do that
 free parameters between steps, resizes them all; looking at all would cost more than copying small ones."""
 
 
@@ -60,6 +62,23 @@ class Table(Protocol):
         ...
 
 
+class Residence:
+    """Keeps the storages of rows whose addresses a table holds, and notices when they move."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._storages = [row.tensor.untyped_storage() for row in rows]
+        step = -(-len(rows) // _NUM_CHECKED) or 1
+        self._checked = self._storages[::step]
+        self._expected = [storage.data_ptr() for storage in self._checked]
+
+    def check(self) -> None:
+        """Raise LayoutError if a storage is not where it was."""
+        if [storage.data_ptr() for storage in self._checked] != self._expected:
+            raise LayoutError(
+                "a parameter's storage was resized since the worker connected; keep parameters in place"
+            )
+
+
 class NativeTable:
     """One call of the extension for all rows, without the GIL; large tables use its threads too.
 
@@ -68,14 +87,12 @@ class NativeTable:
     """
 
     def __init__(self, rows: Sequence[Row], *, into_slot: bool) -> None:
-        self._storages = [row.tensor.untyped_storage() for row in rows]
-        addresses = [storage.data_ptr() for storage in self._storages]
-        step = -(-len(rows) // _NUM_CHECKED)
-        self._checked, self._expected = self._storages[::step], addresses[::step]
+        self._residence = Residence(rows)
         numbers = array("q")
-        for row, address in zip(rows, addresses, strict=True):
+        for row in rows:
             itemsize, slot_itemsize = row.tensor.itemsize, row.slot_dtype.itemsize
-            numbers.extend((address + row.offset * itemsize, row.slot_offset, itemsize, slot_itemsize))
+            address = row.tensor.untyped_storage().data_ptr() + row.offset * itemsize
+            numbers.extend((address, row.slot_offset, itemsize, slot_itemsize))
             numbers.append(len(row.extents))
             numbers.extend(row.extents)
             numbers.extend(stride * itemsize for stride in row.strides)
@@ -83,10 +100,7 @@ class NativeTable:
         self._table = table_type()(numbers, into_slot=into_slot)
 
     def run(self, buffer: Buffer, base: int) -> None:
-        if [storage.data_ptr() for storage in self._checked] != self._expected:
-            raise LayoutError(
-                "a parameter's storage was resized since the worker connected; keep parameters in place"
-            )
+        self._residence.check()
         self._table.run(buffer.view, base)
 
     def forget(self, buffer: Buffer) -> None:
@@ -94,7 +108,7 @@ class NativeTable:
 
 
 class TorchTable:
-    """One torch call for all rows, which dispatches each of them; what devices other than the host use."""
+    """One torch call for all rows, which dispatches each of them; it runs where no other table can."""
 
     def __init__(self, rows: Sequence[Row], *, into_slot: bool) -> None:
         self._rows = rows

@@ -1,0 +1,133 @@
+"""The compiled kernel: NVRTC makes it for each architecture at first use, and a directory keeps it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+from wbridge.errors import NativeUnavailable
+
+CACHE_VARIABLE: Final = "WBRIDGE_KERNEL_CACHE"
+KERNEL: Final = "copy_table"
+_REMEDY: Final = "install wbridge[cu12] or wbridge[cu13], whichever torch was built for"
+
+
+@functools.cache
+def why_missing(device_index: int) -> str | None:
+    """Say why the kernel is not used on this GPU and what to do about it; None if it is used."""
+    try:
+        load_kernel(device_index)
+    except NativeUnavailable as exc:
+        return str(exc)
+    return None
+
+
+@functools.cache
+def load_kernel(device_index: int) -> Any:  # each version of cuda.core has its own Kernel
+    """Return the kernel for this GPU, from the cache or compiled now, which takes about a second.
+
+    Raises:
+        NativeUnavailable: cuda.core or NVRTC is missing, or they do not know this GPU.
+    """
+    core = import_core()
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))
+    cubin = load_cubin(arch, default_cache())
+    try:
+        with torch.cuda.device(device_index):
+            core.Device(device_index).set_current()
+            return core.ObjectCode.from_cubin(cubin).get_kernel(KERNEL)
+    except Exception as exc:  # each version of cuda.core has its own error types
+        raise NativeUnavailable(f"the copy kernel for {arch} does not load: {exc}; {_REMEDY}") from exc
+
+
+@functools.cache
+def import_core() -> ModuleType:
+    """Return the public module of cuda.core, which was another before version 1.
+
+    Raises:
+        NativeUnavailable: it is not installed.
+    """
+    try:
+        core = importlib.import_module("cuda.core")
+        if hasattr(core, "Program"):
+            return core
+        return importlib.import_module("cuda.core.experimental")
+    except ImportError as exc:
+        raise NativeUnavailable(f"cuda.core does not load: {exc}; {_REMEDY}") from exc
+
+
+def load_cubin(arch: str, cache: Path) -> bytes:
+    """Return the machine code for an architecture such as `sm_90`, from `cache` if it is there and whole.
+
+    Needs no GPU. What cannot be kept in `cache` is returned all the same.
+
+    Raises:
+        NativeUnavailable: cuda.core or NVRTC is missing, or does not know the architecture.
+    """
+    source = files(__package__).joinpath("strided.cu").read_text(encoding="utf-8")
+    key = "\0".join((source, arch, _nvrtc_version()))
+    path = cache / f"strided-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.cubin"
+    cubin = _read(path)
+    if cubin is None:
+        cubin = _compile(source, arch)
+        _write(path, cubin)
+    return cubin
+
+
+def default_cache() -> Path:
+    """Return the directory that `WBRIDGE_KERNEL_CACHE` names, else one in the user's cache directory."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wbridge"
+
+
+def _nvrtc_version() -> str:
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        return str(nvrtc.nvrtcVersion()[1:])
+    except (ImportError, RuntimeError) as exc:  # the bindings, the library
+        raise NativeUnavailable(f"NVRTC does not load: {exc}; {_REMEDY}") from exc
+
+
+def _compile(source: str, arch: str) -> bytes:
+    core = import_core()
+    try:
+        program = core.Program(source, "c++", core.ProgramOptions(std="c++17", arch=arch))
+        return bytes(program.compile("cubin").code)
+    except Exception as exc:  # each version of cuda.core has its own error types
+        raise NativeUnavailable(f"NVRTC cannot compile the copy kernel for {arch}: {exc}; {_REMEDY}") from exc
+
+
+def _read(path: Path) -> bytes | None:
+    """The cubin after its digest; None if there is none or a part was lost."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = kept[:32], kept[32:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """Appears whole or not at all; several processes may write the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    except OSError:
+        return  # a read-only or full file system costs the next process a compilation
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,105 @@
+"""KernelTable: one launch of the strided kernel for all rows of one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from wbridge.device.base import Buffer
+from wbridge.device.kernels.descriptors import build_descriptors
+from wbridge.device.kernels.program import import_core, load_kernel
+from wbridge.device.tables import Residence, Row, TorchTable
+from wbridge.errors import InternalError
+
+_WARPS_PER_BLOCK: Final = 8
+_WARPS_PER_PROCESSOR: Final = 24
+"""That run at once; see the launch bounds in `strided.cu`."""
+_ALIGNMENT: Final = 16
+_MAX_BLOCKS: Final = 2**31 - 1
+_MAX_HOST_BLOCKS: Final = 32
+"""Of a copy to or from host memory: enough to fill the bus, and most processors are left to others."""
+
+
+class KernelTable:
+    """Rows of one GPU, run on torch's current stream of that GPU. The slot is there or in pinned host memory.
+
+    A run neither allocates nor waits.
+
+    Raises:
+        NativeUnavailable: the kernel cannot be had on this GPU.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, into_slot: bool) -> None:
+        self._rows = rows
+        self._into_slot = into_slot
+        self._residence = Residence(rows)
+        self._index = rows[0].tensor.device.index
+        self._kernel = load_kernel(self._index)
+        self._core = import_core()
+        num_processors = torch.cuda.get_device_properties(self._index).multi_processor_count
+        table = build_descriptors(rows, into_slot=into_slot, num_warps=num_processors * _WARPS_PER_PROCESSOR)
+        self._num_tiles = table.num_tiles
+        stream = torch.cuda.current_stream(self._index)
+        with torch.cuda.device(self._index):
+            # Pinned, so that nothing waits; torch keeps it until the copy is over.
+            self._memory = table.memory.pin_memory().to(torch.device("cuda", self._index), non_blocking=True)
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no hints here
+            self._there.record(stream)
+        copies = self._memory.data_ptr()
+        self._addresses = (copies, copies + table.loops_offset, copies + table.tiles_offset)
+        self._slots: dict[int, tuple[Buffer, int, int]] = {}
+        self._twin: TorchTable | None = None
+
+    def run(self, buffer: Buffer, base: int) -> None:
+        self._residence.check()
+        address, max_blocks = self._slot(buffer)
+        address += base
+        if address % _ALIGNMENT:
+            self._run_twin(buffer, base)
+            return
+        num_blocks = min(-(-self._num_tiles // _WARPS_PER_BLOCK), max_blocks)
+        if not num_blocks:
+            return
+        stream = torch.cuda.current_stream(self._index)
+        stream.wait_event(self._there)  # another stream may have copied the table
+        self._memory.record_stream(stream)  # and the table may be dropped before this has run
+        with torch.cuda.device(self._index):
+            self._core.Device(self._index).set_current()  # torch alone leaves a new thread without a context
+            config = self._core.LaunchConfig(grid=num_blocks, block=32 * _WARPS_PER_BLOCK)
+            self._core.launch(
+                _Stream(stream.cuda_stream), config, self._kernel,
+                *self._addresses, self._num_tiles, address, int(self._into_slot),
+            )  # fmt: skip
+
+    def forget(self, buffer: Buffer) -> None:
+        self._slots = {key: kept for key, kept in self._slots.items() if kept[0] is not buffer}
+        if self._twin is not None:
+            self._twin.forget(buffer)
+
+    def _slot(self, buffer: Buffer) -> tuple[int, int]:
+        """The address of a buffer's first byte, and how many blocks copy to or from it."""
+        if id(buffer) not in self._slots:  # the kept buffer makes its identity a safe key
+            memory = buffer.tensor
+            if not isinstance(memory, torch.Tensor) or not (memory.is_cuda or memory.is_pinned()):
+                raise InternalError("a slot is neither in GPU memory nor in pinned host memory")
+            max_blocks = _MAX_BLOCKS if memory.is_cuda else _MAX_HOST_BLOCKS
+            self._slots[id(buffer)] = buffer, memory.data_ptr(), max_blocks
+        return self._slots[id(buffer)][1:]
+
+    def _run_twin(self, buffer: Buffer, base: int) -> None:
+        """No slot of a ring begins in the middle of 16 bytes; a caller's own may."""
+        if self._twin is None:
+            self._twin = TorchTable(self._rows, into_slot=self._into_slot)
+        self._twin.run(buffer, base)
+
+
+class _Stream:
+    """A stream as cuda.core takes it, of any version of torch."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
