@@ -63,7 +63,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     hold_timeout_s: float = 60.0
     """How long a parked engine waits for its last worker before it is released."""
     relay_patience_s: float = 1.0
-    """With `latest`, how long a ticket waits for engines that have not offered yet."""
+    """With `latest`, how long a ticket waits for engines that can take it and have not offered yet."""
     fence_timeout_s: float = 30.0
     """How long a slot waits for proof that its writer has stopped before other memory replaces it."""
     coordinator_timeout_s: float = 30.0

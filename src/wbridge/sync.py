@@ -118,13 +118,13 @@ class Delivery:
         """What is known now about each engine."""
         return dict(self._publication.outcomes)
 
-    def landed(self) -> Outcomes:
+    def landed(self, timeout_s: float | None = None) -> Outcomes:
         """See `wbridge.Delivery.landed`."""
-        return drive_blocking(self._publication.landed_script())
+        return drive_blocking(self._publication.landed_script(timeout_s))
 
-    def applied(self) -> Outcomes:
+    def applied(self, timeout_s: float | None = None) -> Outcomes:
         """See `wbridge.Delivery.applied`."""
-        return drive_blocking(self._publication.applied_script())
+        return drive_blocking(self._publication.applied_script(timeout_s))
 
     def abort(self) -> None:
         """See `wbridge.Delivery.abort`."""

@@ -157,7 +157,7 @@ def work_as_trainer(connection: Connection, url: str, config: Mapping[str, objec
                                 sender.connect()
                     pipe.tell("sent", version=command["version"])
                 case "outcomes":
-                    pipe.tell("outcomes", outcomes=delivery.applied())
+                    pipe.tell("outcomes", outcomes=delivery.applied(command.get("timeout_s")))
                 case "measure":
                     pipe.tell("measured", **measure(sender._trainer._epoch.engine._credits))
                 case "close":

@@ -117,12 +117,19 @@ def test_c56_an_engine_that_joins_during_an_update_serves_nothing_before_its_fir
         assert job.update() > version
 
 
-@pytest.mark.faults
-def test_c67_a_slow_engine_delays_nobody_and_a_wait_for_it_can_be_cancelled(tmp_path: Path) -> None:
+def test_c67_a_slow_engine_delays_nobody_and_a_wait_for_it_can_end(tmp_path: Path) -> None:
     with cast(tmp_path, "async", heartbeat_s=10.0) as job:  # slow, not lost
-        os.kill(job["leader"].pid, signal.SIGSTOP)
+        observer = job.watch("leader", "half landed", signal.SIGSTOP)
+        version = job.begin()
+        observer.hear("passed")
+        job.answers(*TRAINERS)
+        job["trainer-0"].tell("outcomes", timeout_s=0.2)
+        failure = job["trainer-0"].hear("failed")
+        assert failure["error"] == "BarrierTimeout" and "engine-0" in failure["text"]
         for _ in range(5):
-            job.update("neighbour")
+            assert job["neighbour"].hear("applied", version=version, within_s=SOON_S)["whole"]
+            version = job.begin()
+            assert [answer["what"] for answer in job.answers(*TRAINERS)] == ["sent", "sent"]
         os.kill(job["leader"].pid, signal.SIGCONT)
         job.update()
 

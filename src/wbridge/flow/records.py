@@ -15,7 +15,7 @@ class EngineRecord:
         self.offer: int | None = None
         self.grant: int | None = None  # the ticket it holds and has not finished: at most one
         self.lost = False
-        self.misses = 0
+        self.misses = 0  # tickets whose patience has passed since it was served last
 
 
 class Fleet:
@@ -62,6 +62,7 @@ class TicketRecord:
         self.metadata: bytes = report.metadata
         self.timer = timer  # the ticket whose patience this one shares
         self.started = False  # the first serving set was formed: later offers are served at once
+        self.waited = False  # its patience has passed
         self.closed = False  # no further grants
         self.retired = False
         self.granted: set[str] = set()

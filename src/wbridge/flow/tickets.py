@@ -192,7 +192,7 @@ class Tickets:
         """Serve those that have offered; `latest` marks the others missed."""
         for candidate in self._tickets.values():
             if candidate.timer == ticket and not candidate.closed:
-                candidate.started = True
+                candidate.started = candidate.waited = True
         return self._settle([])
 
     def update_deadline_passed(self, ticket: int) -> list[TicketsAction]:
@@ -277,14 +277,26 @@ class Tickets:
     def _gather(self, ticket: TicketRecord, out: list[TicketsAction]) -> None:
         due = [e for e in self._engines.live() if e.name not in ticket.granted | ticket.final]
         ready = [e for e in due if e.offer is not None and self._wanted(e) is ticket]
-        if ready and (ticket.started or len(ready) == len(due) or self._out_of_snapshots(ticket)):
+        awaited = [e for e in due if e not in ready and self._is_awaited(e, ticket)]
+        if ready and (ticket.started or not awaited or self._out_of_snapshots(ticket)):
             self._serve(ticket, ready, out)
         late = [e for e in due if e not in ready and e.name not in ticket.missed]
-        if ticket.started and self._delivery == "latest" and (ticket.granted or not self._offers_are_parked):
+        if ticket.waited and self._delivery == "latest" and (ticket.granted or not self._offers_are_parked):
             for engine in late:
                 engine.misses += 1
                 ticket.missed.add(engine.name)
                 out.append(self._ranks(EngineOutcome(ticket.number, engine.name, "missed", False)))
+
+    def _is_awaited(self, engine: EngineRecord, ticket: TicketRecord) -> bool:
+        """Whether others wait, with patience, until this engine has offered: not if it has another version
+        to apply first, or has let a patience pass already. Its own offer will be served when it comes.
+
+        A held source is released after the first serving set, so it waits for more: each time, if offers
+        come only after the announcement.
+        """
+        if self._source_held:
+            return self._offers_are_parked or not engine.misses
+        return engine.grant is None and not engine.misses and self._wanted(engine) is ticket
 
     def _serve(self, ticket: TicketRecord, ready: list[EngineRecord], out: list[TicketsAction]) -> None:
         ready.sort(key=lambda engine: -engine.misses)

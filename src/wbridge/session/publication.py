@@ -8,7 +8,7 @@ from typing import Literal
 
 import anyio
 
-from wbridge.errors import WBridgeError
+from wbridge.errors import BarrierTimeout, WBridgeError
 from wbridge.flow.messages import EngineOutcome, Outcome
 from wbridge.session.script import Script, Wait
 from wbridge.staging.base import Source
@@ -78,12 +78,21 @@ class Publication:
         """All is over: hold nothing of the epoch, since the caller may keep this for as long as it likes."""
         self.source = self._abort = None
 
-    def landed_script(self) -> Script[Outcomes]:
-        yield Wait(self._landed)
-        return dict(self.outcomes)
+    def landed_script(self, timeout_s: float | None) -> Script[Outcomes]:
+        return (yield from self._wait(self._landed, self._unlanded, timeout_s))
 
-    def applied_script(self) -> Script[Outcomes]:
-        yield Wait(self._applied)
+    def applied_script(self, timeout_s: float | None) -> Script[Outcomes]:
+        return (yield from self._wait(self._applied, self._unsettled, timeout_s))
+
+    def _wait(self, done: Future[None], missing: set[str], timeout_s: float | None) -> Script[Outcomes]:
+        try:
+            yield Wait(done, timeout_s=timeout_s)
+        except TimeoutError as exc:
+            if not done.done():
+                names = sorted(missing)
+                text = f"version {self.version} has no outcome on {', '.join(names)} after {timeout_s:g} s"
+                raise BarrierTimeout(f"{text}; poll more often there, or wait longer", names) from exc
+            done.result()  # it has ended just now, or with an error of that kind
         return dict(self.outcomes)
 
     def abort_script(self) -> Script[None]:

@@ -21,11 +21,20 @@ class Wait:
     `on_cancel` runs when the caller is cancelled meanwhile; the wait then goes on until the future is
     done, the script is driven to its end, and only then is the cancellation raised. Without it a
     cancelled caller just stops waiting, and the cancellation is raised inside the script.
+
+    After `timeout_s` the wait raises `TimeoutError` inside the script; None: never.
     """
 
-    def __init__(self, future: Future[Any], on_cancel: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        future: Future[Any],
+        on_cancel: Callable[[], None] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
         self.future = future
         self.on_cancel = on_cancel
+        self.timeout_s = timeout_s
 
 
 class Run:
@@ -71,7 +80,8 @@ async def drive_async(script: Script[T]) -> T:
 
 async def _perform(step: Wait | Run) -> object:
     if isinstance(step, Wait):
-        await _done(step.future)
+        with anyio.fail_after(step.timeout_s):
+            await _done(step.future)
         return step.future.result()
     result = step.hook(*step.args)
     return await result if inspect.isawaitable(result) else result
@@ -152,7 +162,7 @@ def drive_blocking(script: Script[T]) -> T:
 
 def _block(step: Wait | Run) -> object:
     if isinstance(step, Wait):
-        return step.future.result()
+        return step.future.result(step.timeout_s)
     result = step.hook(*step.args)
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):

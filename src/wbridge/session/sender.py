@@ -169,19 +169,21 @@ class Delivery:
         """What is known now about each engine."""
         return dict(self._publication.outcomes)
 
-    async def landed(self) -> Outcomes:
+    async def landed(self, timeout_s: float | None = None) -> Outcomes:
         """Return when no engine is being written any more, with what is known of each engine then.
 
-        Never waits for a dead or skipped engine. Cancelled: only stops waiting.
+        Never waits for a dead or skipped engine. None waits for as long as the others take. Cancelled: only
+        stops waiting.
 
         Raises:
             UpdateAborted: this version was aborted.
+            BarrierTimeout: `timeout_s` has passed; `missing` names the engines. Nothing has changed by that.
         """
-        return await drive_async(self._publication.landed_script())
+        return await drive_async(self._publication.landed_script(timeout_s))
 
-    async def applied(self) -> Outcomes:
+    async def applied(self, timeout_s: float | None = None) -> Outcomes:
         """Return when each engine has a final outcome. Otherwise as `landed`."""
-        return await drive_async(self._publication.applied_script())
+        return await drive_async(self._publication.applied_script(timeout_s))
 
     async def abort(self) -> None:
         """End this version everywhere; engines that have applied it keep it. Idempotent."""

@@ -94,9 +94,39 @@ def test_who_missed_is_served_first_next_time() -> None:
     machine.patience_passed(1)
     machine.landed("a", Landed(1))
     machine.finished("a", Finished(1, "applied"))
+    for rank in range(2):
+        machine.waiting(rank, Waiting(2))  # closes the first ticket
     machine.offer("a", Offer(2))
-    assert outcomes(announce(machine, 2)) == {"b": ("missed", True)}
-    assert said(machine.offer("b", Offer(1)), Serve) == [Serve(2, 2, ("b", "a"))]
+    machine.offer("b", Offer(1))
+    assert said(announce(machine, 2), Serve) == [Serve(2, 2, ("b", "a"))]
+
+
+def test_nobody_waits_for_an_engine_that_has_an_older_version_to_apply() -> None:
+    machine = tickets()
+    for name in "ab":
+        machine.offer(name, Offer(1))
+    announce(machine, 1)
+    for name in "ab":
+        machine.landed(name, Landed(1))
+    machine.finished("a", Finished(1, "applied"))
+    machine.offer("a", Offer(2))
+    assert said(announce(machine, 2), Serve) == [Serve(2, 2, ("a",))]
+    machine.finished("b", Finished(1, "applied"))
+    assert said(machine.offer("b", Offer(2)), Serve) == [Serve(2, 2, ("b",))]
+
+
+def test_patience_with_an_engine_is_spent_once() -> None:
+    machine = tickets()
+    machine.offer("a", Offer(1))
+    announce(machine, 1)
+    machine.patience_passed(1)
+    machine.landed("a", Landed(1))
+    machine.finished("a", Finished(1, "applied"))
+    machine.offer("a", Offer(2))
+    out = announce(machine, 2)
+    assert said(out, Serve) == [Serve(2, 2, ("a",))]
+    assert outcomes(out) == {"b": ("missed", True)}  # of the first ticket
+    assert outcomes(machine.patience_passed(2)) == {"b": ("missed", False)}
 
 
 def test_a_newer_ticket_supersedes_and_inherits_the_patience() -> None:

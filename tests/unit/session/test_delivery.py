@@ -7,6 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+import wbridge.sync
 from tests.unit.session.job import MODES, gather, running
 from wbridge.errors import BarrierTimeout, UpdateAborted
 
@@ -148,3 +149,29 @@ async def test_labels_may_repeat_and_go_down(mode: str, tmp_path: Path) -> None:
             assert await deliveries[0].applied() == {"engine-0": "applied"}
             assert job.receivers[0].version == version
             assert job.holds(version)
+
+
+async def test_an_engine_that_does_not_poll_delays_nobody_else(tmp_path: Path) -> None:
+    async with running(tmp_path, "async", engines=TWO, relay_patience_s=600.0) as job:
+        await (await job.send(1))[0].landed()
+        await job.take(0)
+        for version in (2, 3, 4):
+            await job.send(version)
+            assert [update.version for update in await job.take(0)] == [version]
+        assert [(await job.take(1))[0].version, (await job.take(1))[0].version] == [1, 4]
+
+
+async def test_c67_a_wait_for_an_engine_that_does_not_poll_can_end(tmp_path: Path) -> None:
+    async with running(tmp_path, "async", engines=TWO) as job:
+        delivery = (await job.send(1))[0]
+        await delivery.landed(timeout_s=600.0)
+        await job.take(0)
+        with pytest.raises(BarrierTimeout, match=r"no outcome on engine-1 after 0\.01 s") as late:
+            await delivery.applied(timeout_s=0.01)
+        assert late.value.missing == ("engine-1",)
+        blocking = wbridge.sync.Delivery(delivery._publication)
+        with pytest.raises(BarrierTimeout, match="version 1 has no outcome on engine-1"):
+            blocking.applied(timeout_s=0.01)
+        await job.take(1)
+        assert await delivery.applied() == {"engine-0": "applied", "engine-1": "applied"}
+        assert blocking.landed(timeout_s=0.0) == blocking.applied(timeout_s=0.0) == delivery.outcomes
