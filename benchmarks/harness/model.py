@@ -31,10 +31,12 @@ def part(tensor: torch.Tensor, *, dim: int, rank: int, size: int) -> torch.Tenso
     return tensor.narrow(dim, rank * rows, rows)
 
 
-def trainer_source(rank: int, size: int, num_layers: int) -> tuple[Source, Parameters]:
+def trainer_source(
+    rank: int, size: int, num_layers: int, *, device: str = "cpu"
+) -> tuple[Source, Parameters]:
     """Describe a trainer that holds every `size`-th part of the rows of each tensor, as FSDP leaves it."""
     parameters = {
-        name: torch.zeros(rows // size, columns, dtype=torch.bfloat16)
+        name: torch.zeros(rows // size, columns, dtype=torch.bfloat16, device=device)
         for name, (rows, columns) in shapes(num_layers).items()
     }
 
@@ -51,12 +53,15 @@ def trainer_source(rank: int, size: int, num_layers: int) -> tuple[Source, Param
     ), parameters
 
 
-def rollout_target(engine: str, rank: int, size: int, num_layers: int) -> tuple[Target, Parameters]:
+def rollout_target(
+    engine: str, rank: int, size: int, num_layers: int, *, device: str = "cpu"
+) -> tuple[Target, Parameters]:
     """Describe a rollout with the usual tensor parallelism: rows of `up`, columns of `down`."""
     parameters = {
         name: torch.zeros(
             *((rows // size, columns) if name.endswith("up") else (rows, columns // size)),
             dtype=torch.bfloat16,
+            device=device,
         )
         for name, (rows, columns) in shapes(num_layers).items()
     }

@@ -50,9 +50,11 @@ def rows(total: int, rank: int, size: int) -> slice:
 class Trainer:
     """One trainer rank: rows of every tensor, whole 0-d tensors on every rank."""
 
-    def __init__(self, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32, *, device: str = "cpu"
+    ) -> None:
         self.rank, self.size, self.dtype = rank, size, dtype
-        self.parameters = {name: self._mine(t).clone() for name, t in weights(0, dtype).items()}
+        self.parameters = {name: self._mine(t).to(device, copy=True) for name, t in weights(0, dtype).items()}
 
     def _mine(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[rows(tensor.shape[0], self.rank, self.size)] if tensor.ndim else tensor
@@ -79,17 +81,23 @@ class Rollout:
     """One tensor-parallel rollout rank: fused qkv and gate/up, column-sharded down, replicated norm."""
 
     def __init__(
-        self, engine: str = "engine-0", rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32
+        self,
+        engine: str = "engine-0",
+        rank: int = 0,
+        size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        *,
+        device: str = "cpu",
     ) -> None:
         self.engine, self.rank, self.size = engine, rank, size
         q, kv, inter = HEADS * HEAD // size, max(1, 2 // size) * HEAD, INTER // size
         self.parameters = {
-            "embed": torch.full((VOCAB, HIDDEN), -1.0, dtype=dtype),
-            "qkv": torch.full((q + 2 * kv, HIDDEN), -1.0, dtype=dtype),
-            "gate_up": torch.full((2 * inter, HIDDEN), -1.0, dtype=dtype),
-            "down": torch.full((HIDDEN, inter), -1.0, dtype=dtype),
-            "norm": torch.full((HIDDEN,), -1.0, dtype=dtype),
-            "scale": torch.full((), -1.0, dtype=dtype),
+            "embed": torch.full((VOCAB, HIDDEN), -1.0, dtype=dtype, device=device),
+            "qkv": torch.full((q + 2 * kv, HIDDEN), -1.0, dtype=dtype, device=device),
+            "gate_up": torch.full((2 * inter, HIDDEN), -1.0, dtype=dtype, device=device),
+            "down": torch.full((HIDDEN, inter), -1.0, dtype=dtype, device=device),
+            "norm": torch.full((HIDDEN,), -1.0, dtype=dtype, device=device),
+            "scale": torch.full((), -1.0, dtype=dtype, device=device),
         }
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -110,13 +118,15 @@ class Rollout:
         for name, tensor in tensors:
             targets[name](tensor)
 
-    def expected(self, version: int) -> dict[str, torch.Tensor]:
+    def expected(self, version: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """On the host; `dtype` is what the trainers hold."""
         twin = Rollout(self.engine, self.rank, self.size, self.parameters["embed"].dtype)
-        twin.load_weights(weights(version).items())
+        twin.load_weights(weights(version, dtype).items())
         return twin.parameters
 
-    def holds(self, version: int) -> bool:
-        return all(torch.equal(t, self.parameters[n]) for n, t in self.expected(version).items())
+    def holds(self, version: int, dtype: torch.dtype = torch.float32) -> bool:
+        expected = self.expected(version, dtype)
+        return all(torch.equal(t, self.parameters[n].cpu()) for n, t in expected.items())
 
     @property
     def target(self) -> Target:

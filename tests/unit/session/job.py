@@ -46,10 +46,17 @@ def toys(
     engines: Mapping[str, int],
     trainer_dtype: torch.dtype = torch.float32,
     rollout_dtype: torch.dtype = torch.float32,
+    *,
+    trainer_device: str = "cpu",
+    rollout_device: str = "cpu",
 ) -> tuple[list[Trainer], list[Rollout]]:
-    trainers = [Trainer(rank, num_trainers, trainer_dtype) for rank in range(num_trainers)]
+    trainers = [
+        Trainer(rank, num_trainers, trainer_dtype, device=trainer_device) for rank in range(num_trainers)
+    ]
     rollouts = [
-        Rollout(name, rank, size, rollout_dtype) for name, size in engines.items() for rank in range(size)
+        Rollout(name, rank, size, rollout_dtype, device=rollout_device)
+        for name, size in engines.items()
+        for rank in range(size)
     ]
     return trainers, rollouts
 
