@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import anyio
 import pytest
+import torch
 
 from wbridge.config import Config
+from wbridge.device.select import open_device
 from wbridge.testing.conformance import CHECKS, DEADLINE_S, OpenPair, Pair
 from wbridge.testing.faults import Faults, FaultyTransport
 from wbridge.transport.loopback import LoopbackTransport
@@ -46,6 +48,16 @@ async def shared_memory() -> AsyncIterator[Pair]:
 
 
 @asynccontextmanager
+async def shared_memory_of_a_gpu() -> AsyncIterator[Pair]:
+    """Whose slots are page-locked."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU is visible to torch")
+    with closing(open_device("cuda")) as device:
+        async with SharedMemoryTransport("sender") as sender, SharedMemoryTransport("receiver") as receiver:
+            yield Pair(sender, receiver, device)
+
+
+@asynccontextmanager
 async def nearest() -> AsyncIterator[Pair]:
     config = Config(transport="loopback")
     async with (
@@ -66,7 +78,18 @@ async def faulty() -> AsyncIterator[Pair]:
         yield Pair(sender, receiver)
 
 
-@pytest.mark.parametrize("open_pair", [loopback, shared_memory, ucxx, ucxx_between_hosts, nearest, faulty])
+@pytest.mark.parametrize(
+    "open_pair",
+    [
+        loopback,
+        shared_memory,
+        pytest.param(shared_memory_of_a_gpu, marks=pytest.mark.gpu),
+        ucxx,
+        ucxx_between_hosts,
+        nearest,
+        faulty,
+    ],
+)
 @pytest.mark.parametrize("check", CHECKS)
 async def test_conforms(check: Callable[[OpenPair], Awaitable[None]], open_pair: OpenPair) -> None:
     with anyio.fail_after(DEADLINE_S):

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 import anyio
 import anyio.lowlevel
 
+from wbridge.device.base import Device
 from wbridge.device.cpu import CpuDevice
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
 from wbridge.transport.base import Endpoint, RemoteSlot, Transport
@@ -23,13 +24,15 @@ _CLOSE_DEADLINE_S: Final = 5.0
 """Less than the time that a transport allows for closing: with a live peer it never takes that long."""
 _LARGE_NBYTES: Final = 64 * 2**20
 _SIZES: Final = (1, 64, 4096, 4097, 100_000, 600_000)
+_HOST: Final = CpuDevice()
 
 
 class Pair(NamedTuple):
-    """Two open transports; `sender` will connect to `receiver`."""
+    """Two open transports; `sender` will connect to `receiver`, whose slots are host memory of `device`."""
 
     sender: Transport
     receiver: Transport
+    device: Device = _HOST
 
     async def connect(self) -> Endpoint:
         return await self.sender.connect(self.receiver.address, self.receiver.name)
@@ -39,14 +42,13 @@ class Pair(NamedTuple):
         assert message.peer == self.sender.name
         return message.payload
 
-
-def _slots(receiver: Transport, sizes: Iterable[int]) -> list[memoryview]:
-    """Zeroed memory that `receiver` can expose."""
-    sizes = list(sizes)
-    buffer = CpuDevice().allocate(sum(sizes), "pinned", shared=True)
-    receiver.register(buffer)
-    ends = list(accumulate(sizes))
-    return [buffer.view[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
+    def slots(self, sizes: Iterable[int], of: Transport | None = None) -> list[memoryview]:
+        """Return zeroed memory that the receiver can expose, or transport `of`."""
+        sizes = list(sizes)
+        buffer = self.device.allocate(sum(sizes), "pinned", shared=True)
+        (of or self.receiver).register(buffer)
+        ends = list(accumulate(sizes))
+        return [buffer.view[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
 
 
 OpenPair: TypeAlias = Callable[[], AbstractAsyncContextManager[Pair]]
@@ -56,7 +58,7 @@ OpenPair: TypeAlias = Callable[[], AbstractAsyncContextManager[Pair]]
 async def check_bytes_are_visible_before_their_notification(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        slots = _slots(pair.receiver, _SIZES)
+        slots = pair.slots(_SIZES)
         for stamp in range(1, 25):
             for k, slot in enumerate(slots):
                 remote = pair.receiver.expose(slot, pair.sender.name)
@@ -84,7 +86,7 @@ async def check_messages_keep_their_order(open_pair: OpenPair) -> None:
 async def check_a_notification_comes_after_earlier_messages(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        for slot in _slots(pair.receiver, _SIZES):
+        for slot in pair.slots(_SIZES):
             nbytes = slot.nbytes
             remote = pair.receiver.expose(slot, pair.sender.name)
             await endpoint.send(b"before")
@@ -96,7 +98,7 @@ async def check_a_notification_comes_after_earlier_messages(open_pair: OpenPair)
 async def check_an_empty_put_is_legal(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        remote = pair.receiver.expose(_slots(pair.receiver, [0])[0], pair.sender.name)
+        remote = pair.receiver.expose(pair.slots([0])[0], pair.sender.name)
         await endpoint.put(memoryview(b""), remote, b"empty")
         assert await pair.receive() == b"empty"
 
@@ -105,7 +107,7 @@ async def check_a_large_put(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
         source = bytearray(b"0123456789abcdef") * (_LARGE_NBYTES // 16)
-        (slot,) = _slots(pair.receiver, [_LARGE_NBYTES])
+        (slot,) = pair.slots([_LARGE_NBYTES])
         remote = pair.receiver.expose(slot, pair.sender.name)
         await endpoint.put(memoryview(source), remote, b"large")
         assert await pair.receive() == b"large"
@@ -115,7 +117,7 @@ async def check_a_large_put(open_pair: OpenPair) -> None:
 async def check_many_outstanding_puts(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        slots = _slots(pair.receiver, (10_000 + 5_000 * (k % 40) for k in range(400)))
+        slots = pair.slots(10_000 + 5_000 * (k % 40) for k in range(400))
         async with anyio.create_task_group() as tasks:
             for k, slot in enumerate(slots):
                 remote = pair.receiver.expose(slot, pair.sender.name)
@@ -132,7 +134,7 @@ async def check_a_cancelled_put_leaves_no_notification(open_pair: OpenPair) -> N
         endpoint = await pair.connect()
         for nbytes in (64, 8 * 2**20):
             for num_passes in range(12):
-                (slot,), source = _slots(pair.receiver, [nbytes]), bytearray(b"\1") * nbytes
+                (slot,), source = pair.slots([nbytes]), bytearray(b"\1") * nbytes
                 remote = pair.receiver.expose(slot, pair.sender.name)
                 returned = await _put_and_cancel(endpoint, memoryview(source), remote, num_passes)
                 await endpoint.flush()
@@ -151,7 +153,7 @@ async def check_a_cancelled_put_leaves_no_notification(open_pair: OpenPair) -> N
 async def check_a_withdrawn_slot_is_not_written(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        for slot in _slots(pair.receiver, _SIZES):
+        for slot in pair.slots(_SIZES):
             nbytes = slot.nbytes
             remote = pair.receiver.expose(slot, pair.sender.name)
             assert await pair.receiver.withdraw(remote)
@@ -166,7 +168,7 @@ async def check_a_withdrawn_slot_is_not_written(open_pair: OpenPair) -> None:
 async def check_a_slot_takes_one_put(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        for slot in _slots(pair.receiver, _SIZES):
+        for slot in pair.slots(_SIZES):
             nbytes = slot.nbytes
             remote = pair.receiver.expose(slot, pair.sender.name)
             await endpoint.put(memoryview(b"\1" * nbytes), remote, b"first")
@@ -181,7 +183,7 @@ async def check_a_slot_takes_one_put(open_pair: OpenPair) -> None:
 async def check_wrong_sizes_are_refused(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        remote = pair.receiver.expose(_slots(pair.receiver, [8])[0], pair.sender.name)
+        remote = pair.receiver.expose(pair.slots([8])[0], pair.sender.name)
         for call in (
             lambda: endpoint.put(memoryview(bytes(7)), remote, b""),
             lambda: endpoint.put(memoryview(bytes(8)), remote, bytes(65 * 1024)),
@@ -235,7 +237,7 @@ async def check_a_closed_peer_is_noticed(open_pair: OpenPair) -> None:
 async def check_a_closed_endpoint_raises(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        remote = pair.receiver.expose(_slots(pair.receiver, [8])[0], pair.sender.name)
+        remote = pair.receiver.expose(pair.slots([8])[0], pair.sender.name)
 
         async def send_until_blocked() -> None:
             while True:
@@ -277,8 +279,8 @@ async def check_both_ends_close_at_the_same_time(open_pair: OpenPair) -> None:
             closings = (there.aclose, there.flush, pair.sender.aclose, pair.receiver.aclose)
             with anyio.fail_after(_CLOSE_DEADLINE_S):
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_put_until_over, there, pair.receiver)
-                    tasks.start_soon(_put_until_over, back, pair.sender)
+                    tasks.start_soon(_put_until_over, pair, there, pair.receiver)
+                    tasks.start_soon(_put_until_over, pair, back, pair.sender)
                     for _ in range(k % 3):
                         await anyio.lowlevel.checkpoint()
                     for index in order:
@@ -305,7 +307,7 @@ async def check_a_closed_endpoint_is_still(open_pair: OpenPair) -> None:
         with anyio.fail_after(_CLOSE_DEADLINE_S):
             for nbytes in (64, 8 * 2**20):
                 endpoint = await pair.connect()
-                (slot,), source = _slots(pair.receiver, [nbytes]), bytearray(b"\1") * nbytes
+                (slot,), source = pair.slots([nbytes]), bytearray(b"\1") * nbytes
                 remote = pair.receiver.expose(slot, pair.sender.name)
 
                 async with anyio.create_task_group() as tasks:
@@ -321,7 +323,7 @@ async def check_a_closed_endpoint_is_still(open_pair: OpenPair) -> None:
 async def check_counters_count_what_was_sent(open_pair: OpenPair) -> None:
     async with open_pair() as pair:
         endpoint = await pair.connect()
-        for slot in _slots(pair.receiver, _SIZES):
+        for slot in pair.slots(_SIZES):
             remote = pair.receiver.expose(slot, pair.sender.name)
             await endpoint.put(memoryview(bytes(slot.nbytes)), remote, b"")
         await endpoint.send(b"x")
@@ -378,9 +380,9 @@ async def _close_and_overwrite(endpoint: Endpoint, source: bytearray) -> None:
     source[:] = b"\2" * len(source)
 
 
-async def _put_until_over(endpoint: Endpoint, receiver: Transport) -> None:
+async def _put_until_over(pair: Pair, endpoint: Endpoint, receiver: Transport) -> None:
     """Put once and again until one of the two is closed."""
-    (slot,) = _slots(receiver, [_SIZES[-1]])
+    (slot,) = pair.slots([_SIZES[-1]], receiver)
     with suppress(PeerLost, EndpointClosed):
         while True:
             remote = receiver.expose(slot, "sender")
