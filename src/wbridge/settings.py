@@ -16,6 +16,7 @@ PREFIX = "WBRIDGE_"
 ENVIRONMENT_ONLY: Mapping[str, str] = {
     "WBRIDGE_CONFIG": "path of a TOML file with settings",
     "WBRIDGE_SECRET": "shared secret of the job's workers",
+    "WBRIDGE_KERNEL_CACHE": "directory of compiled GPU kernels, `~/.cache/wbridge` if not set",
     "WBRIDGE_PORT": 'port of the coordinator with `rendezvous="env://"`',
 }
 """Variables that are no setting of `Config`, and what they mean."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -58,10 +59,10 @@ def library() -> ctypes.CDLL:
     assert COMPILER is not None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "grid.so"
-        subprocess.run(
-            [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-fsanitize=undefined", "-fno-sanitize-recover=all",
-             "-static-libubsan", "-Wall", "-Wno-unknown-pragmas", f'-DKERNEL_SOURCE="{source}"',
-             str(Path(__file__).with_name("grid.cpp")), "-o", str(path)],
-            check=True,
-        )  # fmt: skip
+        options = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+        options += ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-static-libubsan"]
+        if "libasan" in os.environ.get("LD_PRELOAD", ""):  # `nox -s sanitize`
+            options.append("-fsanitize=address")
+        options += [f'-DKERNEL_SOURCE="{source}"', "-o", str(path)]
+        subprocess.run([COMPILER, *options, str(Path(__file__).with_name("grid.cpp"))], check=True)
         return ctypes.CDLL(str(path))

@@ -14,7 +14,7 @@ from wbridge.device.cpu import CpuBuffer
 from wbridge.device.tables import Row, Table
 
 MAX_ELEMENTS = 200_000
-"""More than one thread's part of a copy, for elements of any size but one byte."""
+"""Of a row. More than one host thread's part of a copy, for elements of any size but one byte."""
 MOVES = [(torch.uint8,) * 2, (torch.bool,) * 2, (torch.bfloat16,) * 2, (torch.float32,) * 2,
          (torch.complex64,) * 2, (torch.complex128,) * 2]  # fmt: skip
 NATIVE_CASTS = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
@@ -27,8 +27,9 @@ Case = tuple[bool, list[Row], int]
 
 def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Any bits but those of a NaN, which casts of torch itself turn into one or another."""
-    bits = torch.randint(0, 256, (numel * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
-    return (bits & 0xBF).to(torch.uint8).view(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 2**63 - 1, (-(-numel * dtype.itemsize // 8),), generator=generator)
+    return (bits.view(torch.uint8)[: numel * dtype.itemsize] & 0xBF).view(dtype)
 
 
 @st.composite
@@ -45,7 +46,12 @@ def strides(draw: st.DrawFn, extents: list[int], *, may_repeat: bool) -> tuple[t
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, casts: Sequence[tuple[torch.dtype, torch.dtype]] = NATIVE_CASTS) -> Case:
+def cases(
+    draw: st.DrawFn,
+    *,
+    casts: Sequence[tuple[torch.dtype, torch.dtype]] = NATIVE_CASTS,
+    max_elements: int = MAX_ELEMENTS,
+) -> Case:
     """Rows of equal dtypes, and of the `casts`."""
     into_slot, rows, nbytes = draw(st.booleans()), [], 0
     for seed in range(draw(st.integers(1, 3))):
@@ -54,7 +60,7 @@ def cases(draw: st.DrawFn, *, casts: Sequence[tuple[torch.dtype, torch.dtype]] =
         for extent in draw(
             st.lists(st.sampled_from([0, 1, 2, 3, 8, 9, 63, 64, 65, 200, 700, 4096]), max_size=4)
         ):
-            if math.prod(extents) * extent <= MAX_ELEMENTS:
+            if math.prod(extents) * extent <= max_elements:
                 extents.append(extent)
         inside, num_inside = draw(strides(extents, may_repeat=into_slot))
         outside, num_outside = draw(strides(extents, may_repeat=not into_slot))
@@ -64,6 +70,30 @@ def cases(draw: st.DrawFn, *, casts: Sequence[tuple[torch.dtype, torch.dtype]] =
         rows.append(Row(tensor, tuple(extents), offset, inside, slot_dtype, nbytes, outside))
         nbytes += num_outside * slot_dtype.itemsize
     return into_slot, rows, nbytes
+
+
+ELEMENTS = [(torch.uint8, 1), (torch.bfloat16, 1), (torch.float32, 1), (torch.bfloat16, 2),
+            (torch.float64, 1), (torch.bfloat16, 4), (torch.complex128, 1), (torch.float32, 4),
+            (torch.bfloat16, 3)]  # fmt: skip
+"""Types, and how many of them go together when rows become columns."""
+
+
+@st.composite
+def transposes(draw: st.DrawFn, dtype: torch.dtype, run: int) -> Case:
+    """One row, some matrices, that either side holds in another order of its loops, with gaps."""
+    side = st.sampled_from([7, 16, 17, 31, 32, 33, 63, 64, 65, 130])
+    extents = (draw(st.integers(1, 3)), draw(side), draw(side), run)
+    places = []
+    for order in draw(st.permutations([(0, 1, 2, 3), (0, 2, 1, 3)])):
+        found, step = [0] * 4, 1
+        for loop in reversed(order):
+            found[loop] = step
+            step = step * extents[loop] + (draw(st.sampled_from([0, 0, run, 1])) if loop != 3 else 0)
+        places.append((tuple(found), step))
+    (inside, num_inside), (outside, num_outside) = places
+    offset = run * draw(st.integers(0, 2)) + draw(st.sampled_from([0, 0, 0, 1]))
+    row = Row(random_bits(offset + num_inside, dtype, 1), extents, offset, inside, dtype, 0, outside)
+    return draw(st.booleans()), [row], num_outside * dtype.itemsize
 
 
 def cpu_buffer(nbytes: int) -> Buffer:
@@ -120,9 +150,9 @@ def assert_rounds_like_torch(
     values = every_value(source)
     expected = values.to(target)
     whole = (tuple(values.shape), 0, (1,))
-    gathered = outcome(
-        table, (True, [Row(values, *whole, target, 0, (1,))], expected.nbytes), place=place, allocate=allocate, base=0
-    )[0][: expected.nbytes].view(target)  # fmt: skip
+    case = True, [Row(values, *whole, target, 0, (1,))], expected.nbytes
+    after = outcome(table, case, place=place, allocate=allocate, base=0)
+    gathered = after[0][: expected.nbytes].view(target)
     buffer = allocate(values.nbytes)
     assert isinstance(buffer.tensor, torch.Tensor)
     buffer.tensor.copy_(values.view(torch.uint8))

@@ -1,13 +1,15 @@
-"""The native table, the kernel of GPUs run on the CPU, and their torch twin copy the same bytes, for any rows."""
+"""The native table, the kernel of GPUs on a CPU, and their torch twin copy the same bytes, for any rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.unit.device.grid import COMPILER, GridTable
 from tests.unit.device.table_cases import (
+    ELEMENTS,
     HALF_CASTS,
     NATIVE_CASTS,
     Case,
@@ -16,6 +18,7 @@ from tests.unit.device.table_cases import (
     cases,
     outcome,
     random_bits,
+    transposes,
 )
 from wbridge.device.cpu import CpuBuffer
 from wbridge.device.tables import NativeTable, Row, Table, TorchTable
@@ -36,9 +39,20 @@ def test_native_equals_its_twin(case: Case) -> None:
 
 
 @needs_compiler
-@given(case=cases(casts=[*NATIVE_CASTS, *HALF_CASTS]))
+@given(case=cases(casts=[*NATIVE_CASTS, *HALF_CASTS], max_elements=20_000))
 def test_the_kernel_equals_its_twin(case: Case) -> None:
     assert_equal_bits(outcome(GridTable, case), outcome(TorchTable, case))
+
+
+@pytest.mark.parametrize("table", [NATIVE, GRID])
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_transposes_equal_their_twin(
+    table: type[Table], element: tuple[torch.dtype, int], data: st.DataObject
+) -> None:
+    case = data.draw(transposes(*element))
+    assert_equal_bits(outcome(table, case), outcome(TorchTable, case))
 
 
 @pytest.mark.parametrize("table", [NATIVE, TORCH, GRID])

@@ -1,0 +1,79 @@
+"""NVRTC compiles the kernel without a GPU, and the cache never serves what is broken."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from wbridge.device.kernels import program
+from wbridge.device.kernels.program import default_cache, load_cubin
+from wbridge.errors import NativeUnavailable
+
+
+def nvrtc_missing() -> str | None:
+    try:
+        program.import_core()
+        importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except (ImportError, NativeUnavailable, RuntimeError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return None
+
+
+MISSING = nvrtc_missing()
+needs_nvrtc = pytest.mark.skipif(MISSING is not None, reason=f"no NVRTC: {MISSING}")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernel_compiles_for(arch: str, tmp_path: Path) -> None:
+    cubin = load_cubin(arch, tmp_path)
+    assert cubin.startswith(b"\x7fELF")
+    assert program.KERNEL.encode() in cubin
+
+
+@needs_nvrtc
+def test_a_cached_kernel_is_not_compiled_again_unless_a_part_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def count(source: str, arch: str) -> bytes:
+        compiled.append(arch)
+        return b"machine code"
+
+    monkeypatch.setattr(program, "_compile", count)
+    cache = tmp_path / "not" / "there yet"
+    assert load_cubin("sm_90", cache) == load_cubin("sm_90", cache) == b"machine code"
+    assert compiled == ["sm_90"]
+    (path,) = cache.iterdir()
+    for broken in (path.read_bytes()[:-1], b"", b"x" * 100):
+        path.write_bytes(broken)
+        assert load_cubin("sm_90", cache) == b"machine code"
+    assert len(compiled) == 4
+    assert load_cubin("sm_90", cache) == b"machine code"
+    load_cubin("sm_80", cache)
+    assert compiled[4:] == ["sm_80"]
+    assert len(list(cache.iterdir())) == 2
+
+
+@needs_nvrtc
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert load_cubin("sm_90", tmp_path / "file").startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+def test_an_unknown_architecture_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NativeUnavailable, match=r"(?s)cannot compile .* for sm_1:.*install wbridge"):
+        load_cubin("sm_1", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WBRIDGE_KERNEL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert default_cache() == Path("/xdg/wbridge")
+    monkeypatch.setenv("WBRIDGE_KERNEL_CACHE", "/named")
+    assert default_cache() == Path("/named")
