@@ -46,6 +46,12 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a GPU; `docs/how-to/run-on-a-gpu.md` has the way without a network."""
+    run(session, "-m", "pytest", "-m", "gpu", *(session.posargs or ("tests/gpu", "tests/conformance")))
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Train a small policy and follow it with two inference engines; arguments go after `--`."""
     run(session, "docs/tutorial/rl_loop", *session.posargs)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+STATUS: list[int] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +38,21 @@ def why_no_gpu() -> str:
         return ""
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return f"no GPU is visible to torch {torch.__version__}, built for {built_for}"
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    STATUS.append(int(exitstatus))
+
+
+def pytest_unconfigure() -> None:
+    """A thread that a failed test has left waiting must not keep the process: another part of the suite waits
+    for the GPU. All has been reported by now."""
+    stuck = [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    if STATUS and STATUS[-1] and stuck:
+        sys.stderr.write(f"threads are left: {', '.join(stuck)}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(STATUS[-1])
 
 
 @pytest.fixture

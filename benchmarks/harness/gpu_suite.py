@@ -1,0 +1,216 @@
+"""Run what needs a GPU on a machine that has one and no network, part by part, each with a time limit.
+
+    python3 benchmarks/harness/gpu_suite.py --out DIR [--wheels DIR] [--parts wheels,build,tests,bench]
+
+`wheels` installs every wheel of a folder, without a network, into a folder of its own. `build` compiles the
+native extension beside the sources. `tests` and `bench` run with both on their path. A part that fails
+does not stop the next one. Logs, `tests.xml`, `gpu.json` and `summary.json` are in `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "gpu"
+GRACE_S = 10.0
+NEEDED = ("torch", "anyio", "msgspec", "xxhash", "pytest", "pytest_timeout", "hypothesis", "cuda.core")
+
+
+class Options(NamedTuple):
+    """What the command line asks for."""
+
+    out: Path
+    wheels: Path | None
+    site: Path
+    tests: list[str]
+    bench: list[str]
+    tests_limit_s: float
+    bench_limit_s: float
+
+    @property
+    def environment(self) -> dict[str, str]:
+        paths = [str(ROOT / "src"), str(ROOT), str(self.site), os.environ.get("PYTHONPATH", "")]
+        more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+        return {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    options = options_of(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, Callable[[Options], bool]] = {
+        "wheels": install_wheels,
+        "build": build_extension,
+        "check": check_environment,
+        "tests": run_tests,
+        "bench": run_benchmark,
+    }
+    summary: dict[str, object] = {"python": platform.python_version(), "machine": platform.machine()}
+    is_well = True
+    for name in arguments.parts.split(","):
+        begin_s = time.monotonic()
+        print(f"== {name}", flush=True)
+        passed = parts[name](options)
+        took_s = time.monotonic() - begin_s
+        summary[name] = {"passed": passed, "seconds": round(took_s, 1)}
+        print(f"== {name}: {'passed' if passed else 'FAILED'} in {took_s:.1f} s", flush=True)
+        is_well = is_well and passed
+        (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return 0 if is_well else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
+    parser.add_argument("--wheels", type=Path, help="folder with wheels of what is not installed here")
+    parser.add_argument("--parts", default="wheels,build,check,tests,bench", help="some of these, in order")
+    parser.add_argument("--tests", default="", help="arguments for pytest, such as '-k streams'")
+    parser.add_argument("--bench", default="", help="arguments for the benchmark, such as '--only pinned'")
+    parser.add_argument("--tests-limit-s", type=float, default=330.0)
+    parser.add_argument("--bench-limit-s", type=float, default=240.0)
+    return parser.parse_args()
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    return Options(
+        out=arguments.out.resolve(),
+        wheels=arguments.wheels.resolve() if arguments.wheels else None,
+        site=Path(tempfile.gettempdir()) / f"wbridge-gpu-site-{os.getuid()}",
+        tests=shlex.split(arguments.tests),
+        bench=shlex.split(arguments.bench),
+        tests_limit_s=arguments.tests_limit_s,
+        bench_limit_s=arguments.bench_limit_s,
+    )
+
+
+def install_wheels(options: Options) -> bool:
+    if options.wheels is None:
+        print("no --wheels: only what is installed is used")
+        return True
+    wheels = sorted(str(path) for path in options.wheels.glob("*.whl"))
+    if not wheels:
+        print(f"there is no wheel in {options.wheels}")
+        return False
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    return run([*pip, "--upgrade", "--target", str(options.site), *wheels], "wheels", options, limit_s=120.0)
+
+
+def build_extension(options: Options) -> bool:
+    cmake = ["cmake", "-S", str(ROOT / "native"), "-B", str(BUILD), "-DCMAKE_BUILD_TYPE=Release"]
+    configure = [*cmake, "-DWBRIDGE_INPLACE=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    return run(configure, "build", options, limit_s=60.0) and run(
+        ["cmake", "--build", str(BUILD), "--parallel"], "build", options, limit_s=120.0
+    )
+
+
+def check_environment(options: Options) -> bool:
+    """Say what is missing before anything fails because of it."""
+    lines = [
+        "import importlib, importlib.metadata, sys",
+        f"needed, missing = {NEEDED!r}, []",
+        "for name in needed:",
+        "    try: importlib.import_module(name)",
+        "    except Exception as exc: missing.append(f'{name}: {exc!r}')",
+        "import torch, wbridge",
+        "from wbridge.native.extension import why_missing",
+        "print('torch', torch.__version__, 'CUDA', torch.version.cuda, 'GPU', torch.cuda.is_available())",
+        "print('native extension:', why_missing() or 'used')",
+        "if missing: sys.exit('not importable, add their wheels: ' + '; '.join(missing))",
+        "if not torch.cuda.is_available(): sys.exit('torch sees no GPU')",
+        "print(torch.cuda.get_device_name(0))",
+    ]
+    return run([sys.executable, "-c", "\n".join(lines)], "check", options, limit_s=60.0)
+
+
+def run_tests(options: Options) -> bool:
+    """A warning of another release of torch or pytest is shown, not an error."""
+    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    pytest += ["-v", "--tb=short", "--durations=10", f"--junitxml={options.out / 'tests.xml'}"]
+    paths = (
+        [] if any(word.startswith("tests/") for word in options.tests) else ["tests/gpu", "tests/conformance"]
+    )
+    return run([*pytest, *paths, *options.tests], "tests", options, limit_s=options.tests_limit_s)
+
+
+def run_benchmark(options: Options) -> bool:
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--json", str(options.out / "gpu.json")]
+    return run([*command, *options.bench], "bench", options, limit_s=options.bench_limit_s)
+
+
+def run(command: list[str], name: str, options: Options, *, limit_s: float) -> bool:
+    """Run a command; show and log what it says. At the limit it ends, with all its children."""
+    begin_s = time.monotonic()
+    with (options.out / f"{name}.log").open("a") as log:
+        print("+", shlex.join(command)[:400], file=log, flush=True)
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=options.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        timer = Limit(child, limit_s)
+        assert child.stdout is not None
+        for line in child.stdout:
+            log.write(line)
+            log.flush()
+            print(f"{time.monotonic() - begin_s:6.1f} {line}", end="", flush=True)
+        code = child.wait()
+        timer.cancel()
+        if timer.has_passed:
+            print(f"{name}: ended after {limit_s:g} s, its limit", flush=True)
+            print(f"ended after {limit_s:g} s, its limit", file=log)
+    return code == 0 and not timer.has_passed
+
+
+class Limit:
+    """Interrupts a process group when its time is up, so that it can report, and kills it soon after."""
+
+    def __init__(self, child: subprocess.Popen[str], limit_s: float) -> None:
+        self.has_passed = False
+        self._child = child
+        self._timers = [threading.Timer(limit_s, self._interrupt)]
+        self._timers.append(threading.Timer(limit_s + GRACE_S, self._kill))
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
+
+    def cancel(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._signal(signal.SIGKILL)  # what the command has left behind
+
+    def _interrupt(self) -> None:
+        self.has_passed = True
+        self._signal(signal.SIGINT)
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
