@@ -38,6 +38,8 @@ def load_kernel(device_index: int) -> Any:  # each version of cuda.core has its 
     Raises:
         NativeUnavailable: cuda.core or NVRTC is missing, or they do not know this GPU.
     """
+    if not torch.cuda.is_available():
+        raise NativeUnavailable(f"torch {torch.__version__} sees no GPU")
     core = import_core()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))
     cubin = load_cubin(arch, default_cache())

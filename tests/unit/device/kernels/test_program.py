@@ -6,9 +6,10 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from wbridge.device.kernels import program
-from wbridge.device.kernels.program import default_cache, load_cubin
+from wbridge.device.kernels.program import default_cache, load_cubin, why_missing
 from wbridge.errors import NativeUnavailable
 
 
@@ -77,3 +78,17 @@ def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -
     assert default_cache() == Path("/xdg/wbridge")
     monkeypatch.setenv("WBRIDGE_KERNEL_CACHE", "/named")
     assert default_cache() == Path("/named")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_kernel_says_why_it_is_missing() -> None:
+    assert why_missing(0) == f"torch {torch.__version__} sees no GPU"
+
+
+def test_without_cuda_core_the_kernel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(NativeUnavailable, match=r"No module named 'cuda\.core'; install wbridge"):
+        program.import_core.__wrapped__()
