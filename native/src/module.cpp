@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "pool.hpp"
+#include "ring.hpp"
 #include "table.hpp"
 
 namespace nb = nanobind;
@@ -46,7 +47,7 @@ Pool &pool() {
 
 NB_MODULE(_core, module) {
     module.doc() = "Strided copies between parameters and slots, outside the GIL.";
-    module.attr("INTERFACE") = 1;
+    module.attr("INTERFACE") = 2;
 
     module.def("num_threads", [] { return pool().num_threads(); },
                "Return how many threads one copy may use, the calling one included.");
@@ -57,6 +58,9 @@ NB_MODULE(_core, module) {
             pool().set_num_threads(num_threads);
         },
         nb::arg("num_threads"), "Bound the threads of every later copy of this process.");
+
+    module.def("ring_address", [] { return reinterpret_cast<std::uintptr_t>(&wbridge::ring); },
+               "Return where a C function lies that takes an eventfd as its only argument, a pointer, and adds 1.");
 
     nb::class_<Table>(module, "Table", "Copies of one direction, compiled once and run for every version.")
         .def(

@@ -12,7 +12,7 @@ import pytest
 import wbridge
 from tests.unit.session.job import MODES, PATIENCE_S, Job, gather, running
 from wbridge.config import Config
-from wbridge.device.base import Event
+from wbridge.device.base import Access, Event
 from wbridge.errors import ProtocolError, UpdateAborted
 from wbridge.session import worker
 from wbridge.staging.pinned import PinnedSender, Snapshot
@@ -28,8 +28,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTransport]:
     """What makes the transports of the rollout workers lose what is put into them."""
     found: list[FaultyTransport] = []
 
-    def open_transports(config: Config, token: str, *, name: str) -> Transports:
-        transports = Transports(config, token, name=name)
+    def open_transports(config: Config, token: str, *, name: str, access: Access) -> Transports:
+        transports = Transports(config, token, name=name, access=access)
         if name.startswith("rollout/"):
             found.append(FaultyTransport(transports._loopback))
             monkeypatch.setattr(transports, "expose", found[-1].expose)

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol, TypeAlias
+
+import msgspec
+
+from wbridge.device.memory import ExportedMemory
 
 MemoryKind = Literal["device", "pinned"]
+
+PeerMemory: TypeAlias = memoryview | ExportedMemory
+"""Memory of a worker on this host: mapped here already, or on a GPU and to be opened by `Device.adopt`."""
+
+HOST: Final = "host"
+
+
+class Access(msgspec.Struct, frozen=True):
+    """Where a worker's device memory lies, and which memory its device can write. Told to the other workers,
+    so that slots lie in device memory only where all that write them can."""
+
+    memory: str = HOST
+    """`HOST`, or the name of a GPU; empty if nobody else can write there."""
+    writes: tuple[str, ...] = (HOST,)
 
 
 class Event(Protocol):
@@ -53,12 +71,22 @@ class Buffer(Protocol):
 
     @property
     def descriptor(self) -> int | None:
-        """Of shared memory: the memfd that another process may map. Open as long as this object lives."""
+        """Of shared memory: what lets others in, a memfd if `is_host`; open as long as this lives."""
+        ...
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host can read and write it."""
         ...
 
     @property
     def view(self) -> memoryview:
-        """Writable bytes for the transport (host-visible memory)."""
+        """Writable bytes of host memory. Raises `NativeUnavailable` for memory of a GPU."""
+        ...
+
+    @property
+    def addresses(self) -> memoryview:
+        """`view`, to be sliced and compared. Of a GPU's memory the host must never read or write it."""
         ...
 
     @property
@@ -74,15 +102,20 @@ class Device(Protocol):
     def name(self) -> str: ...
 
     def allocate(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> Buffer:
-        """Return zeroed memory. `shared`: other processes can be let into it, if it is host memory."""
+        """Return zeroed memory. `shared`: other processes can be let into it."""
         ...
 
-    def adopt(self, memory: memoryview) -> Buffer:
-        """Return host memory of somebody else as a buffer, which keeps it alive."""
+    def adopt(self, memory: PeerMemory) -> Buffer:
+        """Return memory of somebody else as a buffer, which keeps it alive.
+
+        Raises:
+            NativeUnavailable: it is on a GPU that this device does not reach.
+        """
         ...
 
-    def open_stream(self, name: str, *, background: bool = False) -> Stream:
-        """Return a stream of its own. `background`: nobody waits for its work, which gives way."""
+    def open_stream(self, name: str, *, background: bool = False, on_host: bool = False) -> Stream:
+        """Return a stream of its own. `background`: nobody waits for its work, which gives way. `on_host`:
+        its work copies inside the host's memory, and no other stream's event is awaited in it."""
         ...
 
     def current_stream(self) -> Stream:

@@ -7,14 +7,14 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
-from wbridge.device.base import Event, MemoryKind
-from wbridge.device.memory import ForeignMemory, HostMemory
+from wbridge.device.base import Event, MemoryKind, PeerMemory
+from wbridge.device.memory import ExportedMemory, ForeignMemory, HostMemory
 from wbridge.device.wakeup import Wakeup
-from wbridge.errors import EndpointClosed
+from wbridge.errors import EndpointClosed, NativeUnavailable
 from wbridge.native.extension import set_copy_threads
 
 _MAX_HELD: Final = 64
@@ -51,10 +51,15 @@ class CpuDevice:
     def allocate(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> CpuBuffer:
         return CpuBuffer(nbytes, kind, shared=shared)
 
-    def adopt(self, memory: memoryview) -> CpuBuffer:
+    def adopt(self, memory: PeerMemory) -> CpuBuffer:
+        if isinstance(memory, ExportedMemory):
+            raise NativeUnavailable(
+                "a receiver's slots lie on a GPU, which no copy from the host reaches; "
+                "set receiver_overlap or async as the mode"
+            )
         return CpuBuffer(memory.nbytes, "pinned", memory=ForeignMemory(memory))
 
-    def open_stream(self, name: str, *, background: bool = False) -> CpuStream:
+    def open_stream(self, name: str, *, background: bool = False, on_host: bool = False) -> CpuStream:
         """Start a stream with its own thread; `close` of the device ends it."""
         release = None if self._seed is None else _Release(f"{self._seed}/{name}", self._max_held)
         stream = CpuStream(name, release, background=background)
@@ -110,7 +115,15 @@ class CpuBuffer:
         return self._memory.descriptor
 
     @property
+    def is_host(self) -> Literal[True]:
+        return True
+
+    @property
     def view(self) -> memoryview:
+        return self._memory.view
+
+    @property
+    def addresses(self) -> memoryview:
         return self._memory.view
 
     @property

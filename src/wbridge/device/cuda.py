@@ -1,7 +1,8 @@
-"""CudaDevice: the same protocol on torch's CUDA streams, events and pinned memory."""
+"""CudaDevice: the same protocol on CUDA streams, events, and memory that other processes can be let into."""
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Callable
 from typing import Final
@@ -9,69 +10,124 @@ from typing import Final
 import anyio
 import torch
 
-from wbridge.device.base import Event, MemoryKind
+from wbridge.device.base import HOST, Access, Event, MemoryKind, PeerMemory
+from wbridge.device.cpu import CpuDevice, CpuStream
+from wbridge.device.cuda_driver import IDLE_STREAMS, DriverError, ring_behind, why_missing, why_no_rings
+from wbridge.device.cuda_memory import GpuMemory, why_not_shared
 from wbridge.device.memory import ForeignMemory, HostMemory
+from wbridge.device.wakeup import Bell
 from wbridge.errors import ConfigError, InternalError, NativeUnavailable
 
 _FIRST_POLL_S: Final = 50e-6
 _LAST_POLL_S: Final = 200e-6
+_HIGH: Final = -1
+"""Somebody waits for the work: it goes before the application's, whose streams have 0 by default."""
+_LOW: Final = 0
 
 
 class CudaDevice:
     """One GPU. Work is enqueued by the submitting thread; the GPU runs it later.
+
+    `copy_threads`: see `CpuDevice`, which runs the copies inside the host's memory.
 
     Raises:
         NativeUnavailable: this torch has no CUDA.
         ConfigError: there is no such GPU.
     """
 
-    def __init__(self, index: int | None = None) -> None:
+    def __init__(self, index: int | None = None, *, copy_threads: int = 0) -> None:
         if not torch.cuda.is_available():
             raise NativeUnavailable(
                 "parameters on cuda need a visible GPU and a torch built with CUDA: see PyTorch's install "
                 "page, or keep the parameters on the CPU"
             )
-        self._index = torch.cuda.current_device() if index is None else index
-        if not 0 <= self._index < torch.cuda.device_count():
-            raise ConfigError(f"cuda:{self._index}: this process sees {torch.cuda.device_count()} GPUs")
+        self.index: int = torch.cuda.current_device() if index is None else index
+        if not 0 <= self.index < torch.cuda.device_count():
+            raise ConfigError(f"cuda:{self.index}: this process sees {torch.cuda.device_count()} GPUs")
+        self._host = CpuDevice(copy_threads=copy_threads)
         self._streams: list[CudaStream] = []
+        self._rings = Rings(self.index)
 
     @property
     def name(self) -> str:
-        return f"cuda:{self._index}"
+        return f"cuda:{self.index}"
 
     def allocate(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> CudaBuffer:
-        if kind == "device":
-            where = torch.device("cuda", self._index)
-            return CudaBuffer(torch.zeros(nbytes, dtype=torch.uint8, device=where), None)
-        memory = HostMemory(nbytes, shared=shared)
-        return CudaBuffer(_pin(memory, self._index), memory)
+        """See `Device.allocate`. Nobody is let into the GPU's memory where `find_access` says so."""
+        if kind == "pinned":
+            host = HostMemory(nbytes, shared=shared)
+            return CudaBuffer(_pin(host, self.index), host)
+        memory = None
+        if nbytes and why_not_shared(self.index) is None:
+            memory = GpuMemory.allocate(self.index, nbytes)
+        stream = _take_stream(self.index, _HIGH)  # one of ours, so that nobody else's work is waited for
+        with torch.cuda.stream(stream):
+            if memory is None:
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
+            else:
+                tensor = memory.tensor()
+            tensor.zero_()
+        _record(stream).synchronize()
+        _give_back(self.index, _HIGH, stream)
+        return CudaBuffer(tensor, memory)
 
-    def adopt(self, memory: memoryview) -> CudaBuffer:
-        foreign = ForeignMemory(memory)
-        return CudaBuffer(_pin(foreign, self._index), foreign)
+    def adopt(self, memory: PeerMemory) -> CudaBuffer:
+        if isinstance(memory, memoryview):
+            foreign = ForeignMemory(memory)
+            return CudaBuffer(_pin(foreign, self.index), foreign)
+        try:
+            opened = GpuMemory.open(self.index, memory.descriptor, memory.nbytes)
+        except DriverError as exc:
+            raise NativeUnavailable(
+                f"{self.name}: cannot open the slots of a receiver on a GPU: {exc}; set transport='ucxx', "
+                "or checksum='on', which keeps slots in host memory"
+            ) from exc
+        return CudaBuffer(opened.tensor(), opened)
 
-    def open_stream(self, name: str, *, background: bool = False) -> CudaStream:
-        handle = torch.cuda.Stream(device=self._index, priority=0 if background else -1)  # type: ignore[no-untyped-call]  # torch has no hints here
-        stream = CudaStream(handle)
+    def open_stream(
+        self, name: str, *, background: bool = False, on_host: bool = False
+    ) -> CudaStream | CpuStream:
+        if on_host:
+            return self._host.open_stream(name, background=background)
+        priority = _LOW if background else _HIGH
+        stream = CudaStream(_take_stream(self.index, priority), self._rings, priority)
         self._streams.append(stream)
         return stream
 
     def current_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self._index))
+        return CudaStream(torch.cuda.current_stream(self.index), self._rings, _LOW)
 
     def close(self) -> None:
         """Wait for the work of all streams opened here. Blocks; idempotent."""
+        self._host.close()
         while self._streams:
-            self._streams.pop().record().synchronize()
+            stream = self._streams.pop()
+            stream.record().synchronize()
+            _give_back(self.index, stream.priority, stream.handle)
+        self._rings.close()
+
+
+def find_access(name: str) -> Access:
+    """Say where the memory of the GPU with this torch name lies, and which memories work on it can write."""
+    index = CudaDevice(int(name.partition(":")[2]) if ":" in name else None).index
+    if why_not_shared(index) is not None:
+        return Access(memory="")
+    peers = range(torch.cuda.device_count())
+    near = [peer for peer in peers if peer == index or torch.cuda.can_device_access_peer(index, peer)]
+    return Access(memory=_identity(index), writes=(HOST, *map(_identity, near)))
+
+
+def _identity(index: int) -> str:
+    return f"GPU {torch.cuda.get_device_properties(index).uuid}"
 
 
 class CudaBuffer:
-    """Device memory, or `host` memory that is page-locked."""
+    """Memory of the GPU, or host memory that is page-locked."""
 
-    def __init__(self, tensor: torch.Tensor, host: HostMemory | ForeignMemory | None) -> None:
+    def __init__(self, tensor: torch.Tensor, memory: GpuMemory | HostMemory | ForeignMemory | None) -> None:
+        """`memory`: what `tensor` lies in, unless in torch's own memory of the GPU."""
         self._tensor = tensor
-        self._host = host
+        self._memory = memory
 
     @property
     def nbytes(self) -> int:
@@ -79,20 +135,30 @@ class CudaBuffer:
 
     @property
     def kind(self) -> MemoryKind:
-        return "device" if self._host is None else "pinned"
+        return "pinned" if self.is_host else "device"
 
     @property
     def descriptor(self) -> int | None:
-        return None if self._host is None else self._host.descriptor
+        return None if self._memory is None else self._memory.descriptor
+
+    @property
+    def is_host(self) -> bool:
+        return isinstance(self._memory, HostMemory | ForeignMemory)
 
     @property
     def view(self) -> memoryview:
-        if self._host is None:
-            raise NativeUnavailable(
-                "slots in GPU memory need the native transport; choose a mode with pinned receivers, "
-                "such as receiver_overlap or async"
-            )
-        return self._host.view
+        if isinstance(self._memory, HostMemory | ForeignMemory):
+            return self._memory.view
+        raise NativeUnavailable(
+            "the host was to read or write memory of a GPU, which only copies in a stream can; "
+            "choose a mode with pinned receivers, such as receiver_overlap or async"
+        )
+
+    @property
+    def addresses(self) -> memoryview:
+        if isinstance(self._memory, GpuMemory):
+            return self._memory.addresses
+        return self.view if self.nbytes else memoryview(bytearray())
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -111,48 +177,119 @@ def _pin(memory: HostMemory | ForeignMemory, index: int) -> torch.Tensor:
     return tensor
 
 
+def _take_stream(index: int, priority: int) -> torch.cuda.Stream:
+    if why_missing() is not None:  # one of the few that torch hands out in turn
+        return torch.cuda.Stream(device=index, priority=priority)  # type: ignore[no-untyped-call]  # as above
+    handle = IDLE_STREAMS.take(index, priority)
+    return torch.cuda.ExternalStream(handle, device=index)  # type: ignore[no-untyped-call]  # as above
+
+
+def _give_back(index: int, priority: int, stream: torch.cuda.Stream) -> None:
+    if isinstance(stream, torch.cuda.ExternalStream):
+        IDLE_STREAMS.give_back(index, priority, stream.cuda_stream)
+
+
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
+    event.record(stream)
+    return event
+
+
 class CudaStream:
-    """A torch stream. `submit` runs `work` at once, with this stream current: what it launches runs later.
+    """A stream of ours or the application's. `submit` runs `work` at once, with this stream current: what it
+    launches runs later.
 
     A copy between two host buffers launches nothing: it is over when `submit` returns.
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
+    def __init__(self, handle: torch.cuda.Stream, rings: Rings, priority: int) -> None:
+        self.handle = handle
+        self.priority = priority
+        self._rings = rings
 
     def submit(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.handle):
             work()
 
     def record(self) -> CudaEvent:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no hints here
-        event.record(self._stream)
-        return CudaEvent(event)
+        return CudaEvent(_record(self.handle), self.handle.cuda_stream, self._rings)
 
     def wait_event(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):
             raise InternalError(f"a CUDA stream cannot wait for a {type(event).__name__}")
-        self._stream.wait_event(event.handle)
+        self.handle.wait_event(event.handle)
 
     def close(self) -> None:
-        """Nothing to do: torch owns its streams and uses them again."""
+        """Nothing to do: the device takes its streams back when it is closed."""
 
 
 class CudaEvent:
-    """A torch event."""
+    """A mark in the stream whose address `stream` is."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.handle = event
+    def __init__(self, handle: torch.cuda.Event, stream: int, rings: Rings) -> None:
+        self.handle = handle
+        self._stream = stream
+        self._rings = rings
 
     def is_done(self) -> bool:
         return bool(self.handle.query())  # type: ignore[no-untyped-call]  # torch has no hints here
 
     async def wait(self) -> None:
-        """Poll with a capped back-off, only while the work runs: CUDA has no event that a loop can await."""
-        pause_s = _FIRST_POLL_S
-        while not self.is_done():
-            await anyio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_POLL_S)
+        if not self.is_done():
+            await self._rings.wait(self, self._stream)
 
     def synchronize(self) -> None:
         self.handle.synchronize()
+
+
+class Rings:
+    """How those who await events of one GPU hear of them.
+
+    Behind the event, a stream of ours calls a C function that writes an eventfd of the waiting loop. There
+    is one such stream for each that events are recorded in: the call would hold up work in the stream itself,
+    and in a common one an early event would wait behind a late one.
+
+    Without the extension or cuda.bindings the event is looked at again and again, with a capped back-off.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
+
+    async def wait(self, event: CudaEvent, stream: int) -> None:
+        """Return when `event`, recorded in `stream`, is done."""
+        if why_no_rings() is not None:
+            await _poll(event)
+            return
+        loop = asyncio.get_running_loop()
+        if loop not in self._bells:
+            self._bells[loop] = Bell()
+        bell = self._bells[loop]
+
+        def ask() -> None:
+            if stream not in self._streams:
+                self._streams[stream] = _take_stream(self._index, _HIGH)
+            ringing = self._streams[stream]
+            ringing.wait_event(event.handle)
+            ring_behind(self._index, ringing.cuda_stream, bell.descriptor)
+
+        await bell.wait(event.is_done, ask)
+
+    def close(self) -> None:
+        """Return when no bell will be rung any more."""
+        while self._streams:
+            _, stream = self._streams.popitem()
+            _record(stream).synchronize()
+            _give_back(self._index, _HIGH, stream)
+        while self._bells:
+            _, bell = self._bells.popitem()
+            bell.close()
+
+
+async def _poll(event: CudaEvent) -> None:
+    """With a capped back-off: without the extension nothing tells."""
+    pause_s = _FIRST_POLL_S
+    while not event.is_done():
+        await anyio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LAST_POLL_S)

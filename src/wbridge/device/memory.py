@@ -64,8 +64,22 @@ class ForeignMemory:
     descriptor: Final = None
 
     def __init__(self, view: memoryview) -> None:
+        self.resources = Resources()  # before the view, since attributes end in this order
         self.view = view
-        self.resources = Resources()
+
+
+class ExportedMemory:
+    """Memory of another process's GPU, not mapped here: whoever has the descriptor may open it."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Takes the descriptor over."""
+        self.nbytes = nbytes
+        self._resources = Resources(descriptor)
+
+    @property
+    def descriptor(self) -> int:
+        assert self._resources.descriptor is not None
+        return self._resources.descriptor
 
 
 def populate(memory: memoryview) -> bool:

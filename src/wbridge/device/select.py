@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from wbridge.device.base import Device
+from collections.abc import Iterable
+
+from wbridge.device.base import Access, Device
 from wbridge.device.cpu import CpuDevice
 from wbridge.errors import ConfigError
 
@@ -23,5 +25,20 @@ def open_device(tensor_device: str, *, copy_threads: int = 0) -> Device:
     if kind == "cuda":
         from wbridge.device.cuda import CudaDevice  # asks for a GPU that most callers do not have
 
-        return CudaDevice(int(index) if index else None)
+        return CudaDevice(int(index) if index else None, copy_threads=copy_threads)
     raise ConfigError(f"parameters on {tensor_device!r}: wbridge knows cpu and cuda; move them to one")
+
+
+def find_access(tensor_devices: Iterable[str]) -> Access:
+    """Return where the device memory of a worker with tensors on these devices lies, and what it can write.
+
+    With tensors in several places other workers do not get at its device memory, nor it at theirs.
+    """
+    names = set(tensor_devices)
+    if not any(name.startswith("cuda") for name in names):
+        return Access()
+    if len(names) > 1:
+        return Access(memory="")
+    from wbridge.device.cuda import find_access as access_of_gpu  # as above
+
+    return access_of_gpu(names.pop())

@@ -10,32 +10,35 @@ import torch
 
 from wbridge.device.base import Buffer
 from wbridge.device.cpu import CpuBuffer
+from wbridge.device.cuda import CudaBuffer
+from wbridge.device.cuda_memory import GpuMemory, why_not_shared
 from wbridge.device.memory import HostMemory, Mapping
-from wbridge.errors import ConfigError
+from wbridge.errors import ConfigError, NativeUnavailable
 
 _ALIGNMENT: Final = 4096
 
 # Whoever describes a parameter has only the tensor, so the process keeps where its arenas lie.
-_arenas: Final = weakref.WeakSet[Mapping]()
+_arenas: Final = weakref.WeakSet["Mapping | GpuMemory"]()
 
 
 def share_memory(owner: torch.nn.Module | Iterable[torch.Tensor]) -> None:
     """Move parameters and buffers into one piece of memory that other processes of the host can map.
 
-    A receiver whose parameters lie there is written directly, without slots, in the modes with direct
-    receivers. Each tensor stays the same object. Views that are not among the tensors keep the old memory,
-    so share before anything else takes a parameter's address. The memory lives as long as its last tensor.
+    A receiver whose parameters lie there is written directly, without slots: on the host in the modes with
+    direct receivers, on a GPU in `sync`. Each tensor stays the same object. Views that are not among the
+    tensors keep the old memory, and so do captured graphs: share before anything else takes a parameter's
+    address. The memory lives as long as its last tensor.
 
     Raises:
-        ConfigError: a tensor is not in the memory of the host.
+        ConfigError: the tensors are neither all on the host nor all on one GPU.
+        NativeUnavailable: the memory of this GPU cannot be shared; says why.
     """
     if isinstance(owner, torch.nn.Module):
         owner = [*owner.parameters(), *owner.buffers()]
     tensors = list(owner)
+    device = _common_device(tensors)
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise ConfigError(f"a tensor on {tensor.device} cannot be shared; move it to the host first")
         storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
     storages.pop(0, None)  # of empty tensors
     if not storages:
@@ -44,41 +47,78 @@ def share_memory(owner: torch.nn.Module | Iterable[torch.Tensor]) -> None:
     for address, storage in storages.items():
         offsets[address] = end
         end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-    arena = HostMemory(end, shared=True)
+    arena = _allocate(device, end)
     moved: dict[int, torch.UntypedStorage] = {}
     for address, storage in storages.items():
-        view = arena.view[offsets[address] : offsets[address] + storage.nbytes()]
-        moved[address] = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+        moved[address] = _part(arena, offsets[address], storage.nbytes()).untyped_storage()
         moved[address].copy_(storage)
+    if device.type == "cuda":  # once: the old memory may belong to another stream than the one that reads it
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no hints here
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
     for tensor in tensors:
         address = tensor.untyped_storage().data_ptr()
         if address in moved:
             _rebind(tensor, moved[address])
-    if isinstance(mapping := arena.view.obj, Mapping):  # not of empty tensors alone
-        _arenas.add(mapping)
+    _arenas.add(arena)
 
 
 def arena_of(tensors: Iterable[torch.Tensor]) -> Buffer | None:
     """Return the one shared memory in which all `tensors` lie; None if there is no such."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
-    for mapping in list(_arenas):
-        arena = HostMemory.of(mapping)
-        start, nbytes = _address(arena.view), arena.view.nbytes
+    for arena in list(_arenas):
+        buffer = _as_buffer(arena)
+        start, nbytes = _address(buffer), buffer.nbytes
         if tensors and all(
             start <= tensor.data_ptr() and _end(tensor) <= start + nbytes for tensor in tensors
         ):
-            return CpuBuffer(nbytes, "device", memory=arena)
+            return buffer
     return None
 
 
 def offset_in(arena: Buffer, tensor: torch.Tensor) -> int:
     """Return where the first element of `tensor` lies in `arena`, in bytes."""
-    return tensor.data_ptr() - _address(arena.view)
+    return tensor.data_ptr() - _address(arena)
+
+
+def _common_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+    device, *others = sorted(devices, key=str)
+    if others:
+        raise ConfigError(
+            f"tensors on {device} and {others[0]} cannot share one memory; move them to one device"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"a tensor on {device} cannot be shared; move it to the host or a GPU first")
+    return device
+
+
+def _allocate(device: torch.device, nbytes: int) -> Mapping | GpuMemory:
+    if device.type == "cuda":
+        if (reason := why_not_shared(device.index)) is not None:
+            raise NativeUnavailable(f"{reason}; leave share_memory() out, and updates pass through slots")
+        return GpuMemory.allocate(device.index, nbytes)
+    mapping = HostMemory(nbytes, shared=True).view.obj
+    assert isinstance(mapping, Mapping)
+    return mapping
+
+
+def _part(arena: Mapping | GpuMemory, offset: int, nbytes: int) -> torch.Tensor:
+    if isinstance(arena, GpuMemory):
+        return arena.tensor(offset, nbytes)
+    return torch.frombuffer(memoryview(arena)[offset : offset + nbytes], dtype=torch.uint8)
+
+
+def _as_buffer(arena: Mapping | GpuMemory) -> Buffer:
+    if isinstance(arena, GpuMemory):
+        return CudaBuffer(arena.tensor(), arena)
+    memory = HostMemory.of(arena)
+    return CpuBuffer(memory.view.nbytes, "device", memory=memory)
 
 
 def _rebind(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        moved = torch.empty(0, dtype=tensor.dtype)
+        moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         tensor.data = moved
 
@@ -88,5 +128,5 @@ def _end(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _address(memory: memoryview) -> int:
-    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+def _address(buffer: Buffer) -> int:
+    return torch.frombuffer(buffer.addresses, dtype=torch.uint8).data_ptr()

@@ -11,7 +11,7 @@ import anyio.abc
 import anyio.to_thread
 import msgspec
 
-from wbridge.device.base import Buffer, Event
+from wbridge.device.base import Buffer, Event, PeerMemory
 from wbridge.engine.context import SenderContext
 from wbridge.engine.wire import encode
 from wbridge.errors import EndpointClosed, PeerLost
@@ -127,16 +127,15 @@ class Mailer:
 
     async def _gather_there(self, order: Order, window: Window) -> bytes:
         """Gather into the receiver's own slot, or into its parameters."""
-        memory = window.memory
-        gathered = self._gather(order, Place(await self._adopt(memory), window.offset))
+        gathered = self._gather(order, Place(await self._adopt(window.memory), window.offset))
         try:
             await gathered.wait()
-            return await self._arrived(order, memory[window.offset : window.offset + window.nbytes])
+            return await self._arrived(order, window)
         finally:
             with anyio.CancelScope(shield=True):
                 await gathered.wait()  # writes the slot, and reads the weights
 
-    async def _adopt(self, memory: memoryview) -> Buffer:
+    async def _adopt(self, memory: PeerMemory) -> Buffer:
         """In a thread, since page-locking a whole ring takes its time."""
         async with self._adopting:
             if id(memory) not in self._adopted:
@@ -153,18 +152,18 @@ class Mailer:
         gathered = order.source.gather(order.piece, slot.place)
         try:
             await gathered.wait()
-            view = slot.view(order.piece.nbytes)
-            await self._endpoint.put(view, remote, await self._arrived(order, view))
+            there = Window(slot.view(order.piece.nbytes), 0, order.piece.nbytes)
+            await self._endpoint.put(there.view, remote, await self._arrived(order, there))
         except BaseException:  # whatever it is, both copies must have stopped; raised again
             with anyio.CancelScope(shield=True):
                 await gathered.wait()  # reads the weights
                 await self._settle()  # reads the slot
             raise
 
-    async def _arrived(self, order: Order, view: memoryview) -> bytes:
+    async def _arrived(self, order: Order, gathered: Window) -> bytes:
         """The notification that this piece has arrived."""
         credit = order.credit
-        total = await anyio.to_thread.run_sync(checksum, view) if self._sums else 0
+        total = await anyio.to_thread.run_sync(checksum, gathered.view) if self._sums else 0
         return encode(self._context.epoch, Arrived(credit.ticket, credit.group, credit.piece, total))
 
     async def _settle(self) -> None:

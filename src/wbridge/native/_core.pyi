@@ -2,13 +2,16 @@
 
 from typing_extensions import Buffer
 
-INTERFACE: int = 1
+INTERFACE: int = 2
 
 def num_threads() -> int:
     """Return how many threads one copy may use, the calling one included."""
 
 def set_num_threads(num_threads: int) -> None:
     """Bound the threads of every later copy of this process."""
+
+def ring_address() -> int:
+    """Return where a C function lies that takes an eventfd as its only argument, a pointer, and adds 1."""
 
 class Table:
     """Copies of one direction, compiled once and run for every version."""

@@ -12,7 +12,7 @@ from wbridge.errors import NativeUnavailable
 if TYPE_CHECKING:
     from wbridge.native._core import Table
 
-_INTERFACE: Final = 1
+_INTERFACE: Final = 2
 """Counts up with each change of what the extension offers, so that an old build is not used."""
 _REMEDY: Final = "install wbridge again where a C++ compiler is (`apt-get install g++`), `pip install -e .`"
 
@@ -51,6 +51,18 @@ def set_copy_threads(num_threads: int) -> None:
     """
     if why_missing() is None:
         _load().set_num_threads(num_threads)
+
+
+def ring_address() -> int:
+    """Return the address of a C function `void ring(void *eventfd)` that wakes whoever polls the eventfd.
+
+    It needs no GIL, does not block and calls nothing else, so a device driver may call it.
+
+    Raises:
+        NativeUnavailable: as above.
+    """
+    address: int = _load().ring_address()
+    return address
 
 
 def _load() -> ModuleType:

@@ -10,7 +10,7 @@ import anyio.to_thread
 
 from wbridge.config import Config
 from wbridge.control.messages import EpochStart, Peer
-from wbridge.device.base import Device
+from wbridge.device.base import Device, MemoryKind
 from wbridge.device.sharing import arena_of
 from wbridge.engine.context import ReceiverContext, SenderContext
 from wbridge.errors import ProtocolError
@@ -70,13 +70,20 @@ async def open_receiver_context(
     peers = _peers(start, {piece.writer for group in plan.incoming for piece in group.pieces})
     endpoints = await _connect(transport, peers)
     is_local = config.checksum != "on" and all(endpoint.fill for endpoint in endpoints.values())
+    is_near = is_local and all(
+        transport.reaches_slots_on_device(peer.transport_address, endpoints[str(peer.worker)])
+        for peer in peers
+    )
     return ReceiverContext(
         worker=plan.worker,
         epoch=start.epoch,
         plan=plan,
         config=config,
         transport=transport,
-        staging=await _build(endpoints, lambda: _receiver_staging(config, device, tensors, plan, is_local)),
+        staging=await _build(
+            endpoints,
+            lambda: _receiver_staging(config, device, tensors, plan, is_local=is_local, is_near=is_near),
+        ),
         checksums=frozenset(),
         endpoints=endpoints,
     )
@@ -112,18 +119,23 @@ def _sender_staging(config: Config, device: Device, tensors: Tensors, plan: Work
 
 
 def _receiver_staging(
-    config: Config, device: Device, tensors: Tensors, plan: WorkerPlan, is_local: bool
+    config: Config, device: Device, tensors: Tensors, plan: WorkerPlan, *, is_local: bool, is_near: bool
 ) -> ReceiverStaging:
-    """`is_local`: all writers can write memory of this process."""
+    """`is_local`: all writers can write memory of this process; `is_near`: of its device too."""
     policy = config.mode.receiver_staging
-    if policy == "direct" and is_local:
-        pieces = [piece for group in plan.incoming for piece in group.pieces]
-        names = {transfer.target_parameter for piece in pieces for transfer in piece.transfers}
-        if (arena := arena_of(tensors[name] for name in names)) is not None:
-            return InPlaceReceiver(arena, tensors, plan.incoming)
-    receiver = DirectReceiver if policy == "direct" else PinnedReceiver
     num_slots = ring_slots(config, len(plan.incoming), policy)
-    return receiver(device, tensors, plan.incoming, num_slots=num_slots)
+    if policy == "pinned":
+        return PinnedReceiver(device, tensors, plan.incoming, num_slots=num_slots)
+    pieces = [piece for group in plan.incoming for piece in group.pieces]
+    targets = [tensors[transfer.target_parameter] for piece in pieces for transfer in piece.transfers]
+    arena = arena_of(targets) if is_local else None
+    # A host copy of the weights is not gathered into a GPU, nor is a GPU's slot applied to host memory.
+    is_near = is_near and config.mode.sender_staging == "direct"
+    is_near = is_near and all(str(target.device) == device.name for target in targets)
+    if arena is not None and (is_near or arena.is_host):
+        return InPlaceReceiver(arena, tensors, plan.incoming)
+    kind: MemoryKind = "device" if is_near else "pinned"
+    return DirectReceiver(device, tensors, plan.incoming, num_slots=num_slots, kind=kind)
 
 
 def _peers(start: EpochStart, workers: Iterable[WorkerId]) -> tuple[Peer, ...]:

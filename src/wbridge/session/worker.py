@@ -27,8 +27,8 @@ from wbridge.control.rendezvous import (
     publish,
     withdraw,
 )
-from wbridge.device.base import Device, Stream
-from wbridge.device.select import open_device
+from wbridge.device.base import Access, Device, Stream
+from wbridge.device.select import find_access, open_device
 from wbridge.discovery.discover import discover
 from wbridge.engine.wire import DataFrame, decode
 from wbridge.errors import EndpointClosed, InternalError
@@ -95,6 +95,7 @@ class Worker:
         self.loop: Loop = open_loop(f"wbridge {job.worker}")
         self._given_device = device
         self._device_name = "cpu"
+        self._access = Access()
         self._caller_device: Device | None = device
         self._epoch_device: Device | None = None
         self._holdings: Holdings | None = None
@@ -113,7 +114,9 @@ class Worker:
         """Discover, join, and return when the first epoch is live."""
         if self._closed or self._member is not None:
             raise EndpointClosed(f"{self.job.worker}: connect() once, on an open adapter; make a new one")
-        self._device_name = next((str(t.device) for t in described.parameters.values()), "cpu")
+        devices = [str(t.device) for t in described.parameters.values()]
+        self._device_name = devices[0] if devices else "cpu"
+        self._access = find_access(devices)
         self.source_map = yield Run(discover_map, described, self.job.config)
         self.loop.start()
         timeout_s = timeout_s or self.job.config.connect_timeout_s
@@ -187,7 +190,9 @@ class Worker:
         """Open the transports for as long as `tasks` runs, and hand what arrives to `deliver`."""
 
         async def serve(*, task_status: anyio.abc.TaskStatus[None]) -> None:
-            async with open_transports(config, process_token(), name=str(self.job.worker)) as transports:
+            async with open_transports(
+                config, process_token(), name=str(self.job.worker), access=self._access
+            ) as transports:
                 self._transports = transports
                 task_status.started()
                 try:

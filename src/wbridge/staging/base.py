@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from wbridge.device.base import Buffer, Event
+from wbridge.device.base import Buffer, Event, PeerMemory
 from wbridge.flow.messages import Placement
 from wbridge.plan.types import Group, Piece
 from wbridge.staging.slots import LocalSlots, Place
@@ -56,7 +56,7 @@ class SenderStaging(Protocol):
         """Return slots of that size for one receiver, so that a slow one keeps no other waiting."""
         ...
 
-    def adopt(self, memory: memoryview) -> Buffer:
+    def adopt(self, memory: PeerMemory) -> Buffer:
         """Return the memory of a receiver on this host as a buffer to gather in."""
         ...
 
@@ -99,7 +99,7 @@ class ReceiverStaging(Protocol):
         ...
 
     def slot_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
-        """Return a part of a slot for the transport."""
+        """Return the `addresses` of a part of a slot for the transport."""
         ...
 
     def scatter(self, group: Group, slot: int, *, after: Event | None = None) -> Event:

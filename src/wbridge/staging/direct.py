@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from wbridge.device.base import Buffer, Device, Event
+from wbridge.device.base import Buffer, Device, Event, MemoryKind, PeerMemory
 from wbridge.device.copy import Tensors
 from wbridge.flow.messages import Placement
 from wbridge.plan.types import Group, Piece
@@ -40,7 +40,7 @@ class DirectSender:
     def open_slots(self, nbytes: int) -> LocalSlots:
         return LocalSlots(self._device, num_slots=self._local_slots, slot_nbytes=nbytes)
 
-    def adopt(self, memory: memoryview) -> Buffer:
+    def adopt(self, memory: PeerMemory) -> Buffer:
         return self._device.adopt(memory)
 
     def close(self) -> None:
@@ -64,10 +64,21 @@ class LiveSource:
 
 
 class DirectReceiver:
-    """A small ring in device memory: a version passes through it while the engine is parked."""
+    """A small ring: a version passes through it while the engine is parked.
 
-    def __init__(self, device: Device, targets: Tensors, groups: Sequence[Group], *, num_slots: int) -> None:
-        self._ring = ReceiverRing(device, "device", targets, groups, num_slots=num_slots)
+    It lies where the parameters do if all that write it can reach it there, else in host memory.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        targets: Tensors,
+        groups: Sequence[Group],
+        *,
+        num_slots: int,
+        kind: MemoryKind = "device",
+    ) -> None:
+        self._ring = ReceiverRing(device, kind, targets, groups, num_slots=num_slots)
 
     @property
     def num_slots(self) -> int:

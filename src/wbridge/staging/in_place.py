@@ -61,7 +61,7 @@ class InPlaceReceiver:
 
     def slot_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
         """All of the arena: where in it a piece goes is told by the placements."""
-        return self._arena.view
+        return self._arena.addresses
 
     def scatter(self, group: Group, slot: int, *, after: Event | None = None) -> Event:
         return DoneEvent()  # it is there

@@ -8,7 +8,7 @@ from typing import Literal
 
 import anyio
 
-from wbridge.device.base import Buffer, Device, Event
+from wbridge.device.base import Buffer, Device, Event, PeerMemory
 from wbridge.device.copy import Tensors
 from wbridge.device.mirror import Mirror
 from wbridge.errors import InternalError
@@ -32,7 +32,8 @@ class PinnedSender:
         snapshot_versions: int,
     ) -> None:
         names = {transfer.source_parameter for piece in pieces for transfer in piece.transfers}
-        self._gathers = device.open_stream("gather", background=True)  # the trainer has gone on
+        # The trainer has gone on, and the snapshots are in host memory, as the slots are.
+        self._gathers = device.open_stream("gather", background=True, on_host=True)
         self._stream = device.open_stream("snapshot")
         self._device = device
         self._local_slots = local_slots
@@ -67,7 +68,7 @@ class PinnedSender:
     def open_slots(self, nbytes: int) -> LocalSlots:
         return LocalSlots(self._device, num_slots=self._local_slots, slot_nbytes=nbytes)
 
-    def adopt(self, memory: memoryview) -> Buffer:
+    def adopt(self, memory: PeerMemory) -> Buffer:
         return self._device.adopt(memory)
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class RingMemory:
         if not 0 <= offset <= offset + nbytes <= self._slot_nbytes:
             raise InternalError(f"bytes {offset} + {nbytes} are not in a slot of {self._slot_nbytes}")
         buffer, start = self._places[slot]
-        return buffer.view[start + offset : start + offset + nbytes]
+        return buffer.addresses[start + offset : start + offset + nbytes]
 
     def replace(self, slot: int) -> None:
         """Keep the old memory mapped for a writer that may come late."""

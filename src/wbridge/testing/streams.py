@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import anyio
 
-from wbridge.device.base import Buffer, Event, MemoryKind, Stream
+from wbridge.device.base import Buffer, Event, MemoryKind, PeerMemory, Stream
 from wbridge.device.cpu import CpuDevice
 from wbridge.errors import EndpointClosed
 
@@ -43,10 +43,10 @@ class LoopDevice:
     def allocate(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> Buffer:
         return self._cpu.allocate(nbytes, kind, shared=shared)
 
-    def adopt(self, memory: memoryview) -> Buffer:
+    def adopt(self, memory: PeerMemory) -> Buffer:
         return self._cpu.adopt(memory)
 
-    def open_stream(self, name: str, *, background: bool = False) -> LoopStream:
+    def open_stream(self, name: str, *, background: bool = False, on_host: bool = False) -> LoopStream:
         self._streams.append(LoopStream(name, self._delay_s))
         return self._streams[-1]
 

@@ -8,7 +8,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 import msgspec
 from anyio.abc import ObjectReceiveStream
 
-from wbridge.device.base import Buffer
+from wbridge.device.base import Buffer, PeerMemory
+from wbridge.device.memory import ExportedMemory
+from wbridge.errors import ProtocolError
 
 
 class RemoteSlot(msgspec.Struct, frozen=True):
@@ -31,9 +33,20 @@ class Window(NamedTuple):
     All windows into the same memory give the same `memory` object.
     """
 
-    memory: memoryview
+    memory: PeerMemory
     offset: int
     nbytes: int
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, of a slot in the host's memory.
+
+        Raises:
+            ProtocolError: it is on a GPU.
+        """
+        if isinstance(self.memory, ExportedMemory):
+            raise ProtocolError("a slot on a GPU was asked for its bytes; please report it")
+        return self.memory[self.offset : self.offset + self.nbytes]
 
 
 WriteInPlace: TypeAlias = Callable[[Window], Awaitable[bytes]]
@@ -136,7 +149,7 @@ class Transport(Protocol):
         ...
 
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
-        """Let `peer` write `memory`, a part of a registered buffer, once.
+        """Let `peer` write `memory`, a part of a registered buffer's `addresses`, once.
 
         The memory stays borrowed until the put's notification arrives, or `withdraw` returns.
         """

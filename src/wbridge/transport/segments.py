@@ -33,7 +33,7 @@ class Segments:
         """None: it is known already, or cannot be shared."""
         if buffer.descriptor is None or any(shared.buffer is buffer for shared in self):
             return None
-        shared = Shared(self._next, buffer, buffer.descriptor, _address(buffer.view))
+        shared = Shared(self._next, buffer, buffer.descriptor, _address(buffer.addresses))
         self._next += 1
         self._shared[shared.number] = shared
         return shared

@@ -11,7 +11,7 @@ from typing import Final, Literal, Self, TypeAlias
 import msgspec
 
 from wbridge.config import Config
-from wbridge.device.base import Buffer
+from wbridge.device.base import Access, Buffer
 from wbridge.errors import ConfigError, NativeUnavailable, ProtocolError
 from wbridge.transport.base import Endpoint, RemoteSlot
 from wbridge.transport.counters import Counters
@@ -36,15 +36,19 @@ class _Address(msgspec.Struct, frozen=True):
     loopback: bytes
     shared_memory: bytes
     ucxx: bytes
+    writes: tuple[str, ...]
+    """The memories that this worker's device writes: see `Access`."""
 
 
-def open_transports(config: Config, process_token: str, *, name: str) -> Transports:
+def open_transports(
+    config: Config, process_token: str, *, name: str, access: Access | None = None
+) -> Transports:
     """Choose by `config.transport`; to be entered as an async context manager.
 
     `process_token` is equal for adapters of one process, and only for them. `name` is the worker's:
-    the peer of the messages that it sends.
+    the peer of the messages that it sends. `access` is its device's; by default the host's.
     """
-    return Transports(config, process_token, name=name)
+    return Transports(config, process_token, name=name, access=access)
 
 
 class Transports:
@@ -54,8 +58,11 @@ class Transports:
         NativeUnavailable: `config.transport` asks for ucxx, which is not installed.
     """
 
-    def __init__(self, config: Config, process_token: str, *, name: str) -> None:
+    def __init__(
+        self, config: Config, process_token: str, *, name: str, access: Access | None = None
+    ) -> None:
         self._config = config
+        self._access = access or Access()
         self._process = process_token
         self._name = name
         self._host = host_identity(config.host)
@@ -104,7 +111,7 @@ class Transports:
         shared_memory = b"" if self._shared_memory is None else self._shared_memory.address
         ucxx = b"" if self._ucxx is None else self._ucxx.address
         loopback = self._loopback.address if self._takes_loopback else b""
-        address = _Address(self._process, self._host, loopback, shared_memory, ucxx)
+        address = _Address(self._process, self._host, loopback, shared_memory, ucxx, self._access.writes)
         return msgspec.msgpack.encode(address)
 
     @property
@@ -127,6 +134,10 @@ class Transports:
         if remote.process == self._process:
             return "process"
         return "host" if remote.host == self._host else "network"
+
+    def reaches_slots_on_device(self, address: bytes, endpoint: Endpoint) -> bool:
+        """Whether the worker at `address`, to which `endpoint` leads, can write this one's device memory."""
+        return endpoint.fill is not None and self._access.memory in _decode(address, endpoint.peer).writes
 
     async def connect(self, address: bytes, peer: str) -> Endpoint:
         """See `Transport.connect`.

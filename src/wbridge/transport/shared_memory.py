@@ -217,4 +217,5 @@ class SharedMemoryTransport:
 
 
 def _show(incoming: UnixIncoming, shared: Shared) -> None:
-    incoming.post(Segment(shared.number, shared.buffer.nbytes), shared.descriptor, shared.buffer)
+    buffer = shared.buffer
+    incoming.post(Segment(shared.number, buffer.nbytes, buffer.is_host), shared.descriptor, buffer)

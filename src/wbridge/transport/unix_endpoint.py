@@ -12,7 +12,8 @@ from typing import Final
 import anyio
 import anyio.to_thread
 
-from wbridge.device.memory import populate
+from wbridge.device.base import PeerMemory
+from wbridge.device.memory import ExportedMemory, populate
 from wbridge.errors import ConfigError, EndpointClosed, PeerLost, ProtocolError, WBridgeError
 from wbridge.transport.base import RemoteSlot, Window, WriteInPlace
 from wbridge.transport.copying import Copies, copy
@@ -56,7 +57,7 @@ class SharedMemoryEndpoint:
         self._operations = Operations()
         self._copies = Copies()
         self._table: ExposureTable | None = None
-        self._segments: dict[int, memoryview] = {0: memoryview(bytearray())}  # 0: where an empty slot lies
+        self._segments: dict[int, PeerMemory] = {0: memoryview(bytearray())}  # 0: where an empty slot lies
         self._populated = {0}
         self._news = anyio.Event()
 
@@ -91,7 +92,7 @@ class SharedMemoryEndpoint:
         check_put(source, remote, notify, self._peer)
 
         async def write(window: Window) -> bytes:
-            await copy(window.memory[window.offset : window.offset + window.nbytes], source)
+            await copy(window.view, source)
             return notify
 
         await self.fill(remote, write)
@@ -136,12 +137,12 @@ class SharedMemoryEndpoint:
 
     # Slots -------------------------------------------------------------------------------------------------
 
-    async def _segment(self, number: int) -> memoryview:
+    async def _segment(self, number: int) -> PeerMemory:
         """A credit may overtake the frame that tells of its segment."""
         while number not in self._segments:
             await self._news.wait()
         segment = self._segments[number]
-        if number not in self._populated:
+        if number not in self._populated and isinstance(segment, memoryview):
             self._populated.add(number)
             await anyio.to_thread.run_sync(populate, segment)  # its pages exist, but are not mapped here
         return segment
@@ -213,8 +214,10 @@ class SharedMemoryEndpoint:
         match frame:
             case TableFrame() if self._table is None:
                 self._table = ExposureTable(descriptors[0])
-            case Segment(number, nbytes):
+            case Segment(number, nbytes, True):
                 self._segments[number] = _map(descriptors[0], nbytes)
+            case Segment(number, nbytes):
+                self._segments[number] = ExportedMemory(os.dup(descriptors[0]), nbytes)
             case _:
                 raise ProtocolError("a frame came that only a writer sends")
 

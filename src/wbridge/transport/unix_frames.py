@@ -32,10 +32,11 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Segment(NamedTuple):
-    """Memory that the writer may map; its descriptor comes with the frame."""
+    """Memory that the writer may map, or a GPU's that it may open; its descriptor comes with the frame."""
 
     number: int
     nbytes: int
+    is_host: bool = True
 
 
 class Payload(NamedTuple):
@@ -86,8 +87,8 @@ def encode(frame: Frame) -> bytes:
             return b"P" + payload
         case Notification(entry, word, payload):
             return _NOTIFICATION.pack(b"N", entry, word) + payload
-        case Segment(number, nbytes):
-            return _SEGMENT.pack(b"S", number, nbytes)
+        case Segment(number, nbytes, is_host):
+            return _SEGMENT.pack(b"S" if is_host else b"G", number, nbytes)
         case TableFrame():
             return b"T"
 
@@ -101,9 +102,9 @@ def decode(packet: bytes, peer: str) -> Frame:
             case b"N":
                 _, entry, word = _NOTIFICATION.unpack_from(packet)
                 return Notification(entry, word, packet[_NOTIFICATION.size :])
-            case b"S":
+            case b"S" | b"G" as kind:
                 _, number, nbytes = _SEGMENT.unpack(packet)
-                return Segment(number, nbytes)
+                return Segment(number, nbytes, kind == b"S")
             case b"T":
                 return TableFrame()
     except struct.error:

@@ -1,0 +1,164 @@
+"""GpuMemory: memory of a GPU that other processes open by a descriptor, as they do with a memfd.
+
+Whoever has opened it keeps it, whatever becomes of the process that allocated it. torch's allocator knows
+nothing of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from contextlib import suppress
+from typing import Any, Final, Self
+
+import torch
+
+from wbridge.device.cuda_driver import DriverError, call, constant, current, struct, why_missing
+from wbridge.device.memory import Resources
+
+_PROBE: Final = 7
+_PROBE_NBYTES: Final = 64
+
+
+class GpuMemory:
+    """Bytes of one GPU, mapped here for as long as an object that uses them. Not zeroed.
+
+    Raises:
+        DriverError: the GPU has not that much left, or does not offer this.
+    """
+
+    def __init__(self, index: int, nbytes: int, handle: Any, resources: Resources) -> None:
+        """Use `allocate` or `open`."""
+        self.index = index
+        self.nbytes = nbytes
+        self._resources = resources
+        size = _rounded(index, nbytes)
+        self.address: int = _map(index, handle, size)
+        weakref.finalize(self, _unmap, index, self.address, size)
+
+    @classmethod
+    def allocate(cls, index: int, nbytes: int) -> Self:
+        """Return new memory that other processes can be let into."""
+        with current(index):
+            handle = call("cuMemCreate", _rounded(index, nbytes), _properties(index), 0)
+            try:
+                descriptor = call("cuMemExportToShareableHandle", handle, _descriptor_type(), 0)
+                return cls(index, nbytes, handle, Resources(int(descriptor)))
+            finally:
+                call("cuMemRelease", handle)  # what is mapped stays
+
+    @classmethod
+    def open(cls, index: int, descriptor: int, nbytes: int) -> Self:
+        """Map what another process has allocated, for this GPU. The descriptor stays the caller's."""
+        with current(index):
+            handle = call("cuMemImportFromShareableHandle", descriptor, _descriptor_type())
+            try:
+                return cls(index, nbytes, handle, Resources())
+            finally:
+                call("cuMemRelease", handle)
+
+    @property
+    def descriptor(self) -> int | None:
+        """Of memory that was allocated here: open as long as this object lives."""
+        return self._resources.descriptor
+
+    @property
+    def addresses(self) -> memoryview:
+        """To be sliced and compared, never read: the host would crash. Keeps the memory."""
+        array = (ctypes.c_char * self.nbytes).from_address(self.address)
+        array.memory = self  # type: ignore[attr-defined]  # an attribute of ours: what keeps the memory
+        return memoryview(array).cast("B")
+
+    def tensor(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        """Return a part as bytes. The tensor keeps the memory."""
+        nbytes = self.nbytes - offset if nbytes is None else nbytes
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", self.index))
+        tensor: torch.Tensor = torch.as_tensor(_Part(self, offset, nbytes))
+        return tensor
+
+
+class _Part:
+    """What torch asks of memory that is not its own."""
+
+    def __init__(self, memory: GpuMemory, offset: int, nbytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address + offset, False),
+            "version": 2,
+        }
+
+
+@functools.cache
+def why_not_shared(index: int) -> str | None:
+    """Say why this GPU's memory cannot be shared between processes; None if it can. Found by doing it."""
+    reason = why_missing()
+    if reason is not None:
+        return reason
+    try:
+        own = GpuMemory.allocate(index, _PROBE_NBYTES)
+        assert own.descriptor is not None
+        opened = GpuMemory.open(index, own.descriptor, _PROBE_NBYTES)
+        with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream(index)):  # type: ignore[no-untyped-call]  # torch has no hints here
+            own.tensor().fill_(_PROBE)
+            seen = torch.zeros(_PROBE_NBYTES, dtype=torch.uint8, pin_memory=True)
+            seen.copy_(opened.tensor(), non_blocking=True)
+            read = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
+            read.record()
+            read.synchronize()
+        if not bool((seen == _PROBE).all()):
+            return f"cuda:{index}: memory that was opened by its descriptor is not the same memory"
+    except RuntimeError as exc:  # the driver's or torch's: no such memory here, or no numpy
+        return f"cuda:{index}: its memory cannot be shared between processes: {exc}"
+    return None
+
+
+@functools.cache
+def _properties(index: int) -> Any:  # the bindings have no hints
+    properties = struct("CUmemAllocationProp")
+    properties.type = constant("CUmemAllocationType", "CU_MEM_ALLOCATION_TYPE_PINNED")
+    properties.location.type = constant("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE")
+    properties.location.id = index
+    properties.requestedHandleTypes = _descriptor_type()
+    return properties
+
+
+def _descriptor_type() -> Any:  # as above
+    return constant("CUmemAllocationHandleType", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR")
+
+
+@functools.cache
+def _granularity(index: int) -> int:
+    kind = constant("CUmemAllocationGranularity_flags", "CU_MEM_ALLOC_GRANULARITY_MINIMUM")
+    return int(call("cuMemGetAllocationGranularity", _properties(index), kind))
+
+
+def _rounded(index: int, nbytes: int) -> int:
+    return -(-nbytes // _granularity(index)) * _granularity(index)
+
+
+def _map(index: int, handle: Any, size: int) -> int:
+    """Map for reading and writing by one GPU; in its context."""
+    address = int(call("cuMemAddressReserve", size, 0, 0, 0))
+    try:
+        call("cuMemMap", address, size, 0, handle, 0)
+        access = struct("CUmemAccessDesc")
+        access.location.type = constant("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE")
+        access.location.id = index
+        access.flags = constant("CUmemAccess_flags", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE")
+        call("cuMemSetAccess", address, size, [access], 1)
+    except DriverError:
+        _unmap(index, address, size)
+        raise
+    return address
+
+
+def _unmap(index: int, address: int, size: int) -> None:
+    """Also at the end of the process, when the driver may have ended already, and of what is half mapped."""
+    with suppress(DriverError), current(index):
+        with suppress(DriverError):
+            call("cuMemUnmap", address, size)
+        call("cuMemAddressFree", address, size)
