@@ -1,0 +1,202 @@
+"""Run one system on one case, in the interpreter of its environment; print what was measured as JSON.
+
+    python -m benchmarks.systems.cell --system MODULE --case CASE --updates N [--option NAME=VALUE ...]
+
+An update takes from the first trainer that enters `push`, its weights ready, to the last rollout that leaves
+`pull`, the weights in its parameters. Rollouts wait already, but where they have to be given a token of what
+was put. Filling and comparing lie outside. The bare memcpy runs in the first trainer right before and
+right after each update; where the two differ by more than a fifth, the update does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.systems.launch import Launcher, Processes, WorkerFailed
+from benchmarks.systems.worker import Timing
+from benchmarks.systems.workloads import Workload
+
+WITHOUT_MEMCPY = ("tiny", "idle")
+SETTLE_S = {"tiny": 0.005}
+IDLE_S = 30.0
+MAX_DIFFERENCE = 0.2
+NUM_TRIES = 3
+"""At most so many updates for each that counts."""
+
+Cell = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--system", required=True)
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--option", action="append", default=[])
+    parser.add_argument("--keep-noisy", action="store_true")
+    arguments = parser.parse_args()
+    options = dict(option.split("=", 1) for option in arguments.option)
+    try:
+        found = measure(arguments.system, arguments.case, arguments.updates, options, arguments.keep_noisy)
+    except WorkerFailed as exc:
+        found = {"error": str(exc).strip()}
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # some systems leave threads that never end
+
+
+def measure(system: str, case: str, num_updates: int, options: dict[str, str], keep_noisy: bool) -> Cell:
+    module = importlib.import_module(f"benchmarks.systems.{system}")
+    begin_s = time.monotonic()
+    launcher = getattr(module, "Launcher", Processes)(system, case, options, Workload(case).job)
+    launch_s = time.monotonic() - begin_s
+    run = Run(launcher, case, takes_tokens=getattr(module, "TAKES_TOKENS", False))
+    try:
+        begin_s = time.monotonic()
+        run.everywhere("setup")
+        found: Cell = {"launch_s": launch_s, "connect_s": time.monotonic() - begin_s}
+        run.update(1)  # warms up
+        run.everywhere("forget_peak")
+        if case == "idle":
+            return found | run.idle(2)
+        if options.get("count_calls"):
+            return found | run.count_calls(2)
+        found |= run.updates(2, num_updates, keep_noisy)
+        found["peak_rss_mb"] = max(run.everywhere("peak_mb"))
+        found["load1"] = os.getloadavg()[0]
+        for extras in run.everywhere("extras", num_updates):
+            found |= {name: found.get(name, 0.0) + value for name, value in extras.items()}
+        run.close()
+    finally:
+        launcher.stop()
+    return found
+
+
+class Run:
+    """A launched system: its updates, one after the other."""
+
+    def __init__(self, launcher: Launcher, case: str, *, takes_tokens: bool) -> None:
+        workload = Workload(case)
+        self._launcher, self._case, self._takes_tokens = launcher, case, takes_tokens
+        self.nbytes = workload.nbytes
+        self._trainers = range(workload.job.num_trainers)
+        self._rollouts = range(len(self._trainers), len(self._trainers) + workload.job.num_rollouts)
+        self._all = range(self._rollouts.stop)
+
+    def everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        return self._launcher.call(self._all, method, *arguments)()
+
+    def updates(self, version: int, num_updates: int, keep_noisy: bool) -> Cell:
+        """Update until so many count."""
+        kept: list[dict[str, float]] = []
+        num_discarded = 0
+        while len(kept) < num_updates and len(kept) + num_discarded < NUM_TRIES * num_updates:
+            update = self.update(version)
+            version += 1
+            if update["difference"] <= MAX_DIFFERENCE or keep_noisy:
+                kept.append(update)
+            else:
+                num_discarded += 1
+        return {"nbytes": self.nbytes, "updates": kept, "num_discarded": num_discarded}
+
+    def update(self, version: int, *, before_push: Callable[[], None] | None = None) -> dict[str, float]:
+        self.everywhere("fill", version)
+        before_s = self._memcpy()
+        if self._takes_tokens:
+            pushed = self._pushed(version)
+            pulled = self._pull(version, [timing.result for timing in pushed])()
+        else:
+            waiting = self._pull(version)
+            time.sleep(SETTLE_S.get(self._case, 0.02))
+            if before_push:
+                before_push()
+            pushed, pulled = self._pushed(version), waiting()
+        after_s = self._memcpy()
+        wrong = [name for names in self.everywhere("wrong", version) for name in names]
+        if wrong:
+            raise WorkerFailed(
+                f"version {version} is not in place: {len(wrong)} parameters, first {wrong[0]}"
+            )
+        return {
+            "wall_s": max(t.end_s for t in pulled) - min(t.begin_s for t in pushed),
+            "push_s": max(t.end_s - t.begin_s for t in pushed),
+            "cpu_s": sum(t.cpu_s for t in [*pushed, *pulled]),
+            "memcpy_s_per_byte": (before_s + after_s) / 2,
+            "difference": abs(before_s - after_s) / (min(before_s, after_s) or 1.0),
+        }
+
+    def idle(self, version: int) -> Cell:
+        """CPU time and wake-ups of processes that wait for a version for `IDLE_S`."""
+        pids = self.everywhere("pid")
+        found: list[tuple[float, int]] = []
+
+        def watch() -> None:
+            time.sleep(2.0)
+            before = [usage(pid) for pid in pids]
+            time.sleep(IDLE_S)
+            after = [usage(pid) for pid in pids]
+            found.extend((a[0] - b[0], a[1] - b[1]) for a, b in zip(after, before, strict=True))
+
+        if self._takes_tokens:
+            watch()  # nothing waits for a version there
+        self.update(version, before_push=watch)
+        waiting = [found[index] for index in self._rollouts]
+        return {
+            "idle_cpu_pct": 100 * max(cpu_s for cpu_s, _ in waiting) / IDLE_S,
+            "idle_wakeups": max(wakeups for _, wakeups in waiting),
+            "idle_trainer_cpu_pct": 100 * max(found[index][0] for index in self._trainers) / IDLE_S,
+            "idle_trainer_wakeups": max(found[index][1] for index in self._trainers),
+        }
+
+    def count_calls(self, version: int) -> Cell:
+        """Calls of Python functions during one update, in all processes."""
+        self.everywhere("begin_counting")
+        puts = sum(extras.get("puts", 0) for extras in self.everywhere("extras", 0))
+        self.update(version)
+        calls: dict[str, int] = {}
+        for counted in self.everywhere("counted"):
+            for name, count in counted.items():
+                calls[name] = calls.get(name, 0) + count
+        puts = sum(extras.get("puts", 0) for extras in self.everywhere("extras", 0)) - puts
+        most = sorted(calls.items(), key=lambda item: -item[1])[:12]
+        return {"num_calls": sum(calls.values()), "num_groups": puts, "most_called": most}
+
+    def close(self) -> None:
+        try:
+            self.everywhere("close")
+        except WorkerFailed as exc:
+            print(f"close: {str(exc)[-300:]}", file=sys.stderr)
+
+    def _memcpy(self) -> float:
+        if self._case in WITHOUT_MEMCPY:
+            return 0.0
+        (taken_s,) = self._launcher.call([0], "memcpy")()
+        return float(taken_s)
+
+    def _pushed(self, version: int) -> list[Timing]:
+        return [Timing(*timing) for timing in self._launcher.call(self._trainers, "push", version)()]
+
+    def _pull(self, version: int, tokens: list[Any] | None = None) -> Callable[[], list[Timing]]:
+        waiting = self._launcher.call(self._rollouts, "pull", version, tokens)
+        return lambda: [Timing(*timing) for timing in waiting()]
+
+
+def usage(pid: int) -> tuple[float, int]:
+    """CPU seconds so far, and how often its threads have gone to sleep."""
+    cpu_ns, num_sleeps = 0, 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        cpu_ns += int((thread / "schedstat").read_text().split()[0])
+        for line in (thread / "status").read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches:"):
+                num_sleeps += int(line.split()[1])
+    return cpu_ns / 1e9, num_sleeps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Processes: one plain process per worker, driven over pipes. Ray and Monarch bring launchers of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from benchmarks.systems.worker import Worker
+from benchmarks.systems.workloads import Job
+
+STOP_TIMEOUT_S = 5.0
+Call = tuple[str, tuple[Any, ...]]
+
+
+class WorkerFailed(Exception):
+    """A worker raised; the message is its traceback."""
+
+
+class Launcher(Protocol):
+    """Workers of a case by index: trainers first."""
+
+    def call(self, indices: Sequence[int], method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        """Begin a method of some workers; what is returned waits for their results."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class Processes:
+    """Spawned processes of this interpreter."""
+
+    def __init__(self, system: str, case: str, options: dict[str, str], job: Job) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._calls: list[Connection] = []
+        self._exchanges: list[Connection] = []
+        self._processes = []
+        for role, rank in roles(job):
+            ours, theirs = context.Pipe()
+            our_exchange, their_exchange = context.Pipe()
+            arguments = (theirs, their_exchange, system, case, options, role, rank)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            their_exchange.close()
+            self._calls.append(ours)
+            self._exchanges.append(our_exchange)
+            self._processes.append(process)
+        threading.Thread(target=self._pass_on, daemon=True).start()
+        self._collect(range(len(self._calls)))  # all have their parameters
+
+    def call(self, indices: Sequence[int], method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        for index in indices:
+            self._calls[index].send((method, arguments))
+        return lambda: self._collect(indices)
+
+    def stop(self) -> None:
+        for connection in self._calls:
+            connection.close()
+        for process in self._processes:
+            process.join(STOP_TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+
+    def _collect(self, indices: Iterable[int]) -> list[Any]:
+        answers = [self._calls[index].recv() for index in indices]
+        for is_good, answer in answers:
+            if not is_good:
+                raise WorkerFailed(answer)
+        return [answer for _, answer in answers]
+
+    def _pass_on(self) -> None:
+        """Serve `Context.exchange`: one value from each worker, all of them to each."""
+        try:
+            while True:
+                values = [connection.recv() for connection in self._exchanges]
+                for connection in self._exchanges:
+                    connection.send(values)
+        except (EOFError, OSError):
+            return  # a worker has ended
+
+
+def roles(job: Job) -> list[tuple[str, int]]:
+    trainers = [("trainer", rank) for rank in range(job.num_trainers)]
+    return trainers + [("rollout", rank) for rank in range(job.num_rollouts)]
+
+
+def _serve(calls: Connection, exchanges: Connection, *arguments: Any) -> None:
+    def exchange(value: Any) -> list[Any]:
+        exchanges.send(value)
+        found: list[Any] = exchanges.recv()
+        return found
+
+    def answer(work: Callable[[], Any]) -> Any:
+        try:
+            result = work()
+        except Exception:  # reported to the driver, which ends the run
+            calls.send((False, traceback.format_exc()))
+            return None
+        calls.send((True, result if not isinstance(result, Worker) else None))
+        return result
+
+    worker = answer(lambda: Worker(*arguments, exchange=exchange))
+    while worker is not None:
+        try:
+            method, values = calls.recv()
+        except EOFError:
+            return
+        answer(lambda method=method, values=values: getattr(worker, method)(*values))

@@ -1,0 +1,140 @@
+"""This package. Options: `shared` (parameters that writers reach), `transport`, `idle` (one long poll)."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import anyio
+import torch
+
+import wbridge
+import wbridge.sync
+from benchmarks.systems.worker import LIBC, Context
+from benchmarks.systems.workloads import owned
+from wbridge.config import Config
+from wbridge.transport.host import process_token
+from wbridge.transport.select import open_transports
+
+NOTIFICATION = bytes(64)
+NUM_WARM_UP = 50
+
+
+class System:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._options = context.options
+        self._adapter: wbridge.sync.SenderAdapter | wbridge.sync.ReceiverAdapter
+
+    def setup(self) -> None:
+        context = self._context
+        if "shared" in self._options and not context.is_trainer:
+            wbridge.share_memory(context.parameters.values())
+        directory = Path(tempfile.gettempdir())
+        rendezvous = context.exchange(f"file://{directory}/wbridge-peers-{os.getpid()}")[0]
+        described = {"worker": self._worker(), "checkpoint": self._checkpoint()}
+        described |= {"parameters": context.parameters, "load_weights": self._load}
+        if context.is_trainer:
+            source = wbridge.Source(**described)
+            self._adapter = wbridge.sync.SenderAdapter(source, rendezvous=rendezvous, config=self._config)
+        else:
+            target = wbridge.Target(**described)
+            self._adapter = wbridge.sync.ReceiverAdapter(target, rendezvous=rendezvous, config=self._config)
+        self._adapter.connect()
+
+    def push(self, version: int) -> None:
+        assert isinstance(self._adapter, wbridge.sync.SenderAdapter)
+        self._adapter.send_weights(version)
+
+    def pull(self, version: int, tokens: object) -> None:
+        assert isinstance(self._adapter, wbridge.sync.ReceiverAdapter)
+        wait_s = 60.0 if "idle" in self._options else 1.0
+        while (update := self._adapter.poll_requests(wait_s=wait_s)) is None or update.version != version:
+            pass
+
+    def extras(self, times: int) -> dict[str, float]:
+        """Puts so far; and, of `times` repetitions, the way of a notification, and bare copies."""
+        found: dict[str, float] = {"puts": self._adapter.counters["puts"]}
+        if times == 0:
+            return found
+        if len(self._context.workload.tensors) == 1:
+            found |= {"notify_s": anyio.run(self._notify, NUM_WARM_UP + 10 * times)}
+        elif self._options.get("transport") == "ucxx":
+            side = "gather_s" if self._context.is_trainer else "scatter_s"
+            found |= {side: self._bare_copy(times)}
+        return found
+
+    def close(self) -> None:
+        self._adapter.close()
+
+    @property
+    def _config(self) -> dict[str, object]:
+        job = self._context.workload.job
+        num_engines = job.num_rollouts // job.rollout_parallel
+        return {
+            "mode": "sync",
+            "num_engines": num_engines,
+            "transport": self._options.get("transport", "auto"),
+        }
+
+    def _worker(self) -> wbridge.WorkerId:
+        job, rank = self._context.workload.job, self._context.rank
+        if self._context.is_trainer:
+            return wbridge.WorkerId("trainer", "trainer", (job.num_trainers,), (rank,))
+        engine, rank = divmod(rank, job.rollout_parallel)
+        return wbridge.WorkerId("rollout", f"engine-{engine}", (job.rollout_parallel,), (rank,))
+
+    def _checkpoint(self) -> dict[str, wbridge.TensorSpec]:
+        tensors = self._context.workload.tensors
+        return {tensor.name: wbridge.TensorSpec(tensor.shape, "bfloat16") for tensor in tensors}
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What a framework's `load_weights` does: cut out this rank's part, into its place."""
+        context, workload = self._context, self._context.workload
+        for name, weight in weights:
+            tensor = workload.tensors[workload.index[name]]
+            if context.is_trainer:
+                held = owned(tensor, workload.job.trainer_parallel, context.rank)
+                context.parameters[name].copy_(held.of(weight))
+            else:
+                target, row = workload.places[name]
+                part = owned(tensor, workload.job.rollout_parallel, context.rank).of(weight)
+                context.parameters[target][row : row + part.shape[0]].copy_(part)
+
+    async def _notify(self, times: int) -> float:
+        """Median seconds of a 64-byte message one way, over a transport of the same kind."""
+        name, config = self._context.role, Config(transport=self._options.get("transport", "auto"))
+        async with open_transports(config, process_token(), name=name) as transports:
+            addresses = self._context.exchange(transports.address)
+            other = addresses[1] if self._context.is_trainer else addresses[0]
+            endpoint = await transports.connect(other, "other")
+            taken = []
+            for _ in range(times):
+                begin_s = time.perf_counter()
+                if self._context.is_trainer:
+                    await endpoint.send(NOTIFICATION)
+                    await transports.inbox.receive()
+                    taken.append((time.perf_counter() - begin_s) / 2)
+                else:
+                    await transports.inbox.receive()
+                    await endpoint.send(NOTIFICATION)
+            self._context.exchange(None)  # neither leaves while the other still listens
+        return statistics.median(taken[NUM_WARM_UP:] or [0.0])
+
+    def _bare_copy(self, times: int) -> float:
+        """Median seconds in which the parameters are copied to one buffer, or from it, on one thread."""
+        tensors = self._context.parameters.values()
+        buffer = torch.zeros(sum(t.nbytes for t in tensors), dtype=torch.uint8).fill_(1)
+        taken = []
+        for _ in range(times):
+            begin_s, place = time.perf_counter(), buffer.data_ptr()
+            for tensor in tensors:
+                ends = (place, tensor.data_ptr()) if self._context.is_trainer else (tensor.data_ptr(), place)
+                LIBC.memcpy(*ends, tensor.nbytes)
+                place += tensor.nbytes
+            taken.append(time.perf_counter() - begin_s)
+        return statistics.median(taken)
