@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -17,7 +17,6 @@ _WARPS_PER_BLOCK: Final = 8
 _WARPS_PER_PROCESSOR: Final = 24
 """That run at once; see the launch bounds in `strided.cu`."""
 _ALIGNMENT: Final = 16
-_MAX_BLOCKS: Final = 2**31 - 1
 _MAX_HOST_BLOCKS: Final = 32
 """Of a copy to or from host memory: enough to fill the bus, and most processors are left to others."""
 
@@ -49,25 +48,23 @@ class KernelTable:
             self._there.record(stream)
         copies = self._memory.data_ptr()
         self._addresses = (copies, copies + table.loops_offset, copies + table.tiles_offset)
-        self._slots: dict[int, tuple[Buffer, int, int]] = {}
+        self._slots: dict[int, tuple[Buffer, int, Any]] = {}  # each version of cuda.core has its LaunchConfig
         self._twin: TorchTable | None = None
 
     def run(self, buffer: Buffer, base: int) -> None:
         self._residence.check()
-        address, max_blocks = self._slot(buffer)
-        address += base
+        start, config = self._slot(buffer)
+        address = start + base
         if address % _ALIGNMENT:
             self._run_twin(buffer, base)
             return
-        num_blocks = min(-(-self._num_tiles // _WARPS_PER_BLOCK), max_blocks)
-        if not num_blocks:
+        if not self._num_tiles:
             return
         stream = torch.cuda.current_stream(self._index)
         stream.wait_event(self._there)  # another stream may have copied the table
         self._memory.record_stream(stream)  # and the table may be dropped before this has run
         with torch.cuda.device(self._index):
             self._core.Device(self._index).set_current()  # torch alone leaves a new thread without a context
-            config = self._core.LaunchConfig(grid=num_blocks, block=32 * _WARPS_PER_BLOCK)
             self._core.launch(
                 _Stream(stream.cuda_stream), config, self._kernel,
                 *self._addresses, self._num_tiles, address, int(self._into_slot),
@@ -78,14 +75,17 @@ class KernelTable:
         if self._twin is not None:
             self._twin.forget(buffer)
 
-    def _slot(self, buffer: Buffer) -> tuple[int, int]:
-        """The address of a buffer's first byte, and how many blocks copy to or from it."""
+    def _slot(self, buffer: Buffer) -> tuple[int, Any]:
+        """The address of a buffer's first byte, and how a copy to or from it is launched."""
         if id(buffer) not in self._slots:  # the kept buffer makes its identity a safe key
             memory = buffer.tensor
             if not isinstance(memory, torch.Tensor) or not (memory.is_cuda or memory.is_pinned()):
                 raise InternalError("a slot is neither in GPU memory nor in pinned host memory")
-            max_blocks = _MAX_BLOCKS if memory.is_cuda else _MAX_HOST_BLOCKS
-            self._slots[id(buffer)] = buffer, memory.data_ptr(), max_blocks
+            num_blocks = -(-self._num_tiles // _WARPS_PER_BLOCK)
+            if not memory.is_cuda:
+                num_blocks = min(num_blocks, _MAX_HOST_BLOCKS)
+            config = self._core.LaunchConfig(grid=max(num_blocks, 1), block=32 * _WARPS_PER_BLOCK)
+            self._slots[id(buffer)] = buffer, memory.data_ptr(), config
         return self._slots[id(buffer)][1:]
 
     def _run_twin(self, buffer: Buffer, base: int) -> None:
