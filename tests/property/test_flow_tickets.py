@@ -33,6 +33,9 @@ SYNC: dict[str, Any] = {"sender_direct": True, "receiver_direct": True}
         case(delivery="latest", engine_losses=1, slow=True, **SYNC),
         case(delivery="every", num_versions=1, cancels=1),
         case(delivery="latest", num_versions=1, cancels=1),
+        case(delivery="every", late_ranks=True, num_engines=1, **SYNC),
+        case(delivery="latest", late_ranks=True, num_engines=1),
+        case(delivery="latest", late_ranks=True, num_snapshots=2, slow=True),
         case(delivery="every", num_snapshots=2, num_ranks=1),
         case(delivery="latest", sender_direct=True, num_ranks=1),
         case(delivery="every", num_snapshots=2, receiver_direct=True, num_ranks=1),
@@ -109,6 +112,21 @@ class WithdrawalAnswersReportsOnly(Tickets):
         return super().withdraw(rank, withdraw)
 
 
+class WaitsForLateRanks(Tickets):
+    def call_deadline_passed(self, call: int) -> list[Any]:
+        return []
+
+
+class BurnsForReportsOnly(Tickets):
+    """A rank that waits for a snapshot in the call is not told."""
+
+    def call_deadline_passed(self, call: int) -> list[Any]:
+        waiting, self._calls._waiting = self._calls._waiting, {}
+        out = super().call_deadline_passed(call)
+        self._calls._waiting = waiting
+        return out
+
+
 class RetiresEarly(Tickets):
     """A closed ticket is retired although its grants are still being written."""
 
@@ -126,6 +144,8 @@ class RetiresEarly(Tickets):
         case("skips", NotNewestCloses, delivery="every", num_snapshots=2, num_ranks=1),  # A3
         case("still reads", CancelOnlyStopsWaiting, delivery="every", num_ranks=1, cancels=1, **SYNC),  # A5
         case("stuck", WithdrawalAnswersReportsOnly, delivery="latest", num_engines=1, cancels=1),  # A6
+        case("stuck", WaitsForLateRanks, delivery="every", late_ranks=True, num_engines=1, **SYNC),
+        case("stuck", BurnsForReportsOnly, delivery="latest", late_ranks=True, num_engines=1),
         case("stuck", RetiresEarly, delivery="latest", num_ranks=1, num_engines=1),
     ],
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from wbridge.flow.actions import StartDeadline, StartPatience, To
+from wbridge.flow.actions import StartCallDeadline, StartDeadline, StartPatience, To
 from wbridge.flow.messages import (
     Announced,
     CallAborted,
@@ -113,6 +113,7 @@ class TicketWorld:
         cancels: int = 0,
         engine_losses: int = 0,
         deadlines: int = 0,
+        late_ranks: bool = False,
         optional_engine: bool = True,
         slow_engines: bool = False,
         tickets: type[Tickets] = Tickets,
@@ -122,7 +123,8 @@ class TicketWorld:
         self.every = delivery == "every"
         self.num_versions = num_versions
         self.budget = {"cancel": cancels, "loss": engine_losses, "deadline": deadlines}
-        self.faulty = bool(cancels or deadlines)
+        self.faulty = bool(cancels or deadlines or late_ranks)
+        self.late = late_ranks  # ranks other than 0 may make a call late, or never
         self.optional = optional_engine and not self.every
         self.slow = slow_engines
         names = [f"e{i}" for i in range(num_engines)]
@@ -154,7 +156,8 @@ class TicketWorld:
     def steps(self) -> Iterator[tuple[Any, ...]]:
         for r, rank in enumerate(self.ranks):
             if rank.phase == "training" and rank.version < self.num_versions:
-                yield f"rank {r}: begins send {rank.call + 1}", "begin", r
+                env = "~" if r and self.late else ""
+                yield f"{env}rank {r}: begins send {rank.call + 1}", "begin", r
             if rank.phase == "wanting":
                 if rank.snapshots.has_free:
                     yield f"rank {r}: captures call {rank.call}", "capture", r
@@ -171,7 +174,10 @@ class TicketWorld:
                     if self.engines[name].mode != "lost" and self.engines[name].ticket == ticket:
                         yield f"rank {r}: writes ticket {ticket} to {name}", "write", r, ticket, name
         for kind, ticket in sorted(self.timers):
-            if kind == "patience":
+            if kind == "call":
+                env = "" if any(rank.call < ticket for rank in self.ranks) else "~"  # it is only slow
+                yield f"{env}deadline of call {ticket} passes", "fire", kind, ticket
+            elif kind == "patience":
                 yield f"patience of ticket {ticket} passes", "fire", kind, ticket
             elif self.budget["deadline"]:
                 yield f"~deadline of ticket {ticket} passes", "fire", kind, ticket
@@ -243,15 +249,16 @@ class TicketWorld:
         elif isinstance(message, CallAborted):
             rank.snapshots.free_call(message.call)
             if message.call == rank.call and rank.phase != "training":
-                self.sent_failed(rank)
+                self.sent_failed(rank, repeats=not message.missing)
         elif isinstance(message, TooLate) and rank.phase == "withdrawing" and message.call == rank.call:
             rank.phase = "training"
 
-    def sent_failed(self, rank: Rank) -> None:
-        """`UpdateAborted`: with a direct source every rank is inside the send and repeats the version."""
+    def sent_failed(self, rank: Rank, *, repeats: bool = True) -> None:
+        """`UpdateAborted`: with a direct source every rank is inside the send and repeats the version;
+        `BarrierTimeout`: they go on with the next."""
         if rank.phase != "training":
             rank.phase = "training"
-            rank.version -= self.direct
+            rank.version -= self.direct and repeats
 
     def write(self, r: int, ticket: int, name: str) -> None:
         rank, engine = self.ranks[r], self.engines[name]
@@ -328,7 +335,9 @@ class TicketWorld:
 
     def fire(self, kind: str, ticket: int) -> None:
         self.timers.discard((kind, ticket))
-        if kind == "patience":
+        if kind == "call":
+            self.act(self.coordinator.call_deadline_passed(ticket))
+        elif kind == "patience":
             self.act(self.coordinator.patience_passed(ticket))
         else:
             self.budget["deadline"] -= 1
@@ -338,6 +347,8 @@ class TicketWorld:
         for action in actions:
             if isinstance(action, StartPatience):
                 self.timers.add(("patience", action.ticket))
+            elif isinstance(action, StartCallDeadline):
+                self.timers |= {("call", action.call)} if self.late else set()
             elif isinstance(action, StartDeadline):
                 self.timers.add(("deadline", action.ticket))
             else:
@@ -354,6 +365,9 @@ class TicketWorld:
         message = action.message
         if isinstance(message, Announced):
             self.announced[message.ticket] = message.call
+            self.timers.discard(("call", message.call))
+        elif isinstance(message, CallAborted):
+            self.timers.discard(("call", message.call))
         elif isinstance(message, EngineOutcome) and message.final:
             if (message.ticket, message.engine) in self.finals:
                 self.fault = f"second final outcome: {message}"
@@ -369,7 +383,9 @@ class TicketWorld:
     def good_end(self) -> bool:
         """All sent, nothing under way; every live engine has the newest, or the newest takes no more."""
         newest = max(self.announced, default=0)
-        if any(rank.phase != "training" or rank.version < self.num_versions for rank in self.ranks):
+        if any(rank.phase != "training" for rank in self.ranks):
+            return False
+        if any(rank.version < self.num_versions for rank in self.ranks[: 1 if self.late else None]):
             return False
         if any(self.to_rank) or any(self.to_coordinator) or any(self.from_leader.values()):
             return False

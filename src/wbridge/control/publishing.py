@@ -13,7 +13,14 @@ from wbridge.control.messages import FlowMessage, Keyed, Message
 from wbridge.control.planning import Roster
 from wbridge.errors import ProtocolError
 from wbridge.flow import messages as flow
-from wbridge.flow.actions import Recipient, StartDeadline, StartPatience, TicketsAction, To
+from wbridge.flow.actions import (
+    Recipient,
+    StartCallDeadline,
+    StartDeadline,
+    StartPatience,
+    TicketsAction,
+    To,
+)
 from wbridge.flow.standings import Standings
 from wbridge.flow.tickets import Tickets
 from wbridge.ids import Epoch
@@ -164,6 +171,8 @@ class Publishing:
                 self._perform(self._tickets.patience_passed(ticket))
             case StartDeadline(ticket):
                 self._perform(self._tickets.update_deadline_passed(ticket))
+            case StartCallDeadline(call):
+                self._perform(self._tickets.call_deadline_passed(call))
 
     def _perform(self, actions: list[TicketsAction]) -> None:
         for action in actions:
@@ -174,7 +183,7 @@ class Publishing:
                         self._find(recipient).lease.post(Keyed(self.cohort.epoch, message))
                 case StartPatience():
                     self._start(action, self._config.relay_patience_s)
-                case StartDeadline():
+                case StartDeadline() | StartCallDeadline():
                     self._start(action, self._config.update_timeout_s)
         self._changed.set()
         self._changed = anyio.Event()

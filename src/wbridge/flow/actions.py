@@ -75,7 +75,13 @@ class StartDeadline(msgspec.Struct, frozen=True):
     ticket: int
 
 
-TicketsAction: TypeAlias = To | StartPatience | StartDeadline
+class StartCallDeadline(msgspec.Struct, frozen=True):
+    """Call `Tickets.call_deadline_passed(call)` after `update_timeout_s`."""
+
+    call: int
+
+
+TicketsAction: TypeAlias = To | StartPatience | StartDeadline | StartCallDeadline
 
 # Leader ----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wbridge.flow.actions import FromCoordinator, TicketsAction, To
+from wbridge.flow.actions import FromCoordinator, StartCallDeadline, TicketsAction, To
 from wbridge.flow.messages import CallAborted, Report
 
 
@@ -22,6 +22,7 @@ class Calls:
         self._burnt: dict[int, CallAborted] = {}
         self._told: dict[int, set[int]] = {}  # burnt call -> ranks that know
         self._closed = ""
+        self._newest = 0  # every rank makes its calls in order, so all up to here have been begun
         self.announced: dict[int, int] = {}  # call -> ticket
         self.num_ranks = num_ranks
 
@@ -40,7 +41,7 @@ class Calls:
         reports = self._reports.setdefault(call, {})
         reports[rank] = report
         if len(reports) < self.num_ranks:
-            return None, []
+            return None, self._begun(call)
         why = _contradiction(reports)
         if why:
             return None, self.burn(call, why, protocol_error=True)
@@ -50,9 +51,10 @@ class Calls:
     def waiting(self, rank: int, call: int) -> list[TicketsAction]:
         """Note that `rank` waits for a snapshot."""
         answer = self._answer_begun(rank, call)
-        if call not in self._burnt:
-            self._waiting[rank] = call
-        return answer
+        if call in self._burnt:
+            return answer
+        self._waiting[rank] = call
+        return self._begun(call)
 
     def all_wait_after(self, call: int) -> bool:
         """Every rank waits for a snapshot in a call later than `call`."""
@@ -65,11 +67,29 @@ class Calls:
             begun.setdefault(call, set()).add(rank)
         return [(rank, call) for call in sorted(begun) for rank in self._live if rank not in begun[call]]
 
+    def deadline_passed(self, call: int) -> list[TicketsAction]:
+        """Burn a call that some rank has not begun; the others go on with their next one."""
+        missing = tuple(f"trainer rank {rank}" for rank, begun in self.absent() if begun == call)
+        if not missing:
+            return []
+        why = (
+            f"{', '.join(missing)} did not make send {call} within update_timeout_s of the others; "
+            "every trainer rank must make the same sends: send the next version on all of them, "
+            "or raise update_timeout_s"
+        )
+        return self.burn(call, why, missing=missing)
+
     def burn(
-        self, call: int, reason: str, *, canceller: int | None = None, protocol_error: bool = False
+        self,
+        call: int,
+        reason: str,
+        *,
+        canceller: int | None = None,
+        protocol_error: bool = False,
+        missing: tuple[str, ...] = (),
     ) -> list[TicketsAction]:
         """Burn the number; tell the ranks that have begun it and do not know yet."""
-        answer = self._burnt.setdefault(call, CallAborted(call, reason, protocol_error))
+        answer = self._burnt.setdefault(call, CallAborted(call, reason, protocol_error, missing))
         begun = set(self._reports.pop(call, {}))
         begun |= {rank for rank, waits in self._waiting.items() if waits == call}
         if canceller is not None:
@@ -89,6 +109,13 @@ class Calls:
             self._live = tuple(rank for rank in self._live if rank != lost)
         under_way = sorted({*self._reports, *self._waiting.values()})
         return [action for call in under_way for action in self.burn(call, reason)]
+
+    def _begun(self, call: int) -> list[TicketsAction]:
+        """A rank has begun a call; the first one starts its deadline."""
+        if call <= self._newest or self.num_ranks == 1:
+            return []
+        self._newest = call
+        return [StartCallDeadline(call)]
 
     def _answer_begun(self, rank: int, call: int) -> list[TicketsAction]:
         """Answer a rank that begins a burnt call, once."""

@@ -62,12 +62,14 @@ class Announced(_Message, frozen=True):
 
 
 class CallAborted(_Message, frozen=True):
-    """This call number is burnt: `UpdateAborted`, or `ProtocolError` where the ranks contradict each other.
-    The reason names the ranks. Sent to each rank that has begun the call, and to one that begins it later."""
+    """This call number is burnt: `UpdateAborted`, `BarrierTimeout` if ranks are missing, or `ProtocolError`
+    where they contradict each other. The reason names the ranks. Sent to each rank that has begun the call,
+    and to one that begins it later."""
 
     call: int
     reason: str
     protocol_error: bool = False
+    missing: tuple[str, ...] = ()
 
 
 class TooLate(_Message, frozen=True):

@@ -188,6 +188,10 @@ class Tickets:
 
     # Timers, and the end of the epoch --------------------------------------------------------------
 
+    def call_deadline_passed(self, call: int) -> list[TicketsAction]:
+        """Give a send up that some rank has not made: for all ranks, which raise `BarrierTimeout`."""
+        return self._settle(self._calls.deadline_passed(call))
+
     def patience_passed(self, ticket: int) -> list[TicketsAction]:
         """Serve those that have offered; `latest` marks the others missed."""
         for candidate in self._tickets.values():

@@ -64,7 +64,8 @@ class SenderAdapter:
 
         Raises:
             UpdateAborted: a rank withdrew, the version was aborted, or the membership changed.
-            BarrierTimeout: with `every`, engines did not take it within `update_timeout_s`.
+            BarrierTimeout: within `update_timeout_s`, engines did not take it (with `every`), or trainer
+                ranks did not make this call; `missing` names them.
             ProtocolError: ranks sent different versions.
             PeerLost: a trainer rank or the coordinator is gone.
         """

@@ -58,6 +58,8 @@ class SendingEpoch:
         self._by_ticket: dict[int, Publication] = {}
         self._unfinished: set[Publication] = set()
         self._ended: WBridgeError | None = None
+        self.announced: int | None = None
+        """The version that became a ticket last."""
 
     async def send(self, version: int, metadata: bytes, after: Event) -> Publication:
         """One call of `send_weights`. Cancelled: withdraws the call and returns once that is answered."""
@@ -189,22 +191,27 @@ class SendingEpoch:
                 self._overdue(message)
             case CallAborted():
                 self._call_aborted(message)
-            case TooLate(call):
-                if (publication := self._by_call.get(call)) is not None:
-                    publication.answered.set()
+            case TooLate():
+                return  # the announcement before it has said so
 
     def _announced(self, message: Announced) -> None:
         publication = self._by_call.pop(message.call)
         publication.ticket = message.ticket
+        publication.answered.set()
         self._by_ticket[message.ticket] = publication
+        self.announced = publication.version
         assert publication.source is not None, "announced before it was reported"
         self.engine.announce(message.ticket, publication.source)
 
     def _call_aborted(self, message: CallAborted) -> None:
         publication = self._by_call.pop(message.call, None)
-        if publication is not None:
-            kind = ProtocolError if message.protocol_error else UpdateAborted
-            self._fail(publication, kind(f"version {publication.version}: {message.reason}"))
+        if publication is None:
+            return
+        text = f"version {publication.version}: {message.reason}"
+        if message.missing:
+            self._fail(publication, BarrierTimeout(text, message.missing))
+        else:
+            self._fail(publication, ProtocolError(text) if message.protocol_error else UpdateAborted(text))
 
     def _ticket_aborted(self, message: TicketAborted) -> None:
         self.engine.abort(message)

@@ -111,8 +111,9 @@ class Trainer:
         epoch = await self._live_epoch(f"version {version}")
         try:
             publication = await epoch.send(version, metadata, after)
-        except BarrierTimeout:  # engines that took it in time have it
-            self._last_version = version
+        except BarrierTimeout:
+            if epoch.announced == version:  # engines that took it in time have it
+                self._last_version = version
             raise
         self._last_version = version
         return publication

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from wbridge.flow.actions import StartDeadline, StartPatience, To
+from wbridge.flow.actions import StartCallDeadline, StartDeadline, StartPatience, To
 from wbridge.flow.messages import (
     AbortTicket,
     Announced,
@@ -60,7 +60,7 @@ def outcomes(actions: list[Any]) -> dict[str, tuple[str, bool]]:
 
 def test_a_ticket_is_announced_when_the_last_rank_has_reported() -> None:
     machine = tickets()
-    assert machine.report(0, Report(1, 42, b"meta")) == []
+    assert machine.report(0, Report(1, 42, b"meta")) == [StartCallDeadline(1)]
     out = machine.report(1, Report(1, 42))
     everyone = (("rank", 0), ("rank", 1), ("leader", "a"), ("leader", "b"))
     assert out == [To(everyone, Announced(1, 42, 1)), StartPatience(1)]
@@ -154,7 +154,7 @@ def test_a1_landing_frees_the_source_although_the_engine_never_polls() -> None:
 def test_a2_all_ranks_waiting_closes_the_newest_ticket() -> None:
     machine = tickets()
     announce(machine, 1)
-    assert machine.waiting(0, Waiting(2)) == []
+    assert machine.waiting(0, Waiting(2)) == [StartCallDeadline(2)]
     out = machine.waiting(1, Waiting(2))
     assert said(out, Retired) == [Retired(1)]
     assert outcomes(out) == {"a": ("superseded", True), "b": ("superseded", True)}
@@ -188,7 +188,7 @@ def test_a4_a_withdrawn_number_is_burnt_and_calls_match_by_number() -> None:
     out = machine.withdraw(1, WithdrawCall(1))
     burnt = CallAborted(1, "trainer rank 1 cancelled send 1")
     assert out == [To((("rank", 0), ("rank", 1)), burnt)]
-    assert machine.report(1, Report(2, 7)) == []  # not a match for rank 0's first call
+    assert machine.report(1, Report(2, 7)) == [StartCallDeadline(2)]  # not a match for rank 0's first call
     assert said(machine.report(0, Report(2, 7)), Announced) == [Announced(1, 7, 2)]
 
 
@@ -228,7 +228,38 @@ def test_a6_a_withdrawal_reaches_a_rank_that_waits_for_a_snapshot() -> None:
     (action,) = machine.withdraw(0, WithdrawCall(2))
     assert isinstance(action, To)
     assert action.recipients == (("rank", 0), ("rank", 1))
-    assert machine.waiting(0, Waiting(3)) == []  # rank 1 waits no more: nothing closes
+    assert machine.waiting(0, Waiting(3)) == [StartCallDeadline(3)]  # rank 1 waits no more: nothing closes
+
+
+def test_a_call_that_a_rank_never_makes_ends_for_all_and_the_next_goes_on() -> None:
+    machine = tickets(num_ranks=3)
+    assert machine.report(0, Report(1, 5)) == [StartCallDeadline(1)]
+    assert machine.waiting(1, Waiting(1)) == []
+    assert machine.waits()[0] == [(2, 1)]
+    (burnt,) = machine.call_deadline_passed(1)
+    assert burnt.recipients == (("rank", 0), ("rank", 1))
+    assert burnt.message.missing == ("trainer rank 2",)
+    assert "trainer rank 2 did not make send 1 within update_timeout_s" in burnt.message.reason
+    assert machine.report(0, Report(2, 6)) == [StartCallDeadline(2)]
+    assert machine.report(2, Report(1, 5)) == [To((("rank", 2),), burnt.message)]
+    assert machine.call_deadline_passed(1) == []
+    machine.report(1, Report(2, 6))
+    assert said(machine.report(2, Report(2, 6)), Announced) == [Announced(1, 6, 2)]
+    assert machine.call_deadline_passed(2) == []
+
+
+def test_a_call_that_all_have_begun_is_not_burnt_while_one_waits_for_a_snapshot() -> None:
+    machine = tickets()
+    machine.report(0, Report(1, 5))
+    machine.waiting(1, Waiting(1))
+    assert machine.call_deadline_passed(1) == []
+    assert said(machine.report(1, Report(1, 5)), Announced) == [Announced(1, 5, 1)]
+
+
+def test_a_single_rank_waits_for_nobody() -> None:
+    machine = tickets(num_ranks=1)
+    assert machine.waiting(0, Waiting(1)) == []
+    assert said(machine.report(0, Report(1, 5)), Announced)
 
 
 def test_differing_versions_are_named_and_the_next_call_goes_on() -> None:

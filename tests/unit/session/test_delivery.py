@@ -34,7 +34,7 @@ async def test_every_waits_for_a_slow_engine(tmp_path: Path) -> None:
 
 
 async def test_every_raises_after_its_deadline_and_names_the_engine(tmp_path: Path) -> None:
-    async with running(tmp_path, "sync", engines=TWO, relay_patience_s=0.01, update_timeout_s=0.3) as job:
+    async with running(tmp_path, "sync", engines=TWO, relay_patience_s=0.01, update_timeout_s=1.0) as job:
         errors: list[BarrierTimeout] = []
 
         async def send(index: int) -> None:
@@ -175,3 +175,19 @@ async def test_c67_a_wait_for_an_engine_that_does_not_poll_can_end(tmp_path: Pat
         await job.take(1)
         assert await delivery.applied() == {"engine-0": "applied", "engine-1": "applied"}
         assert blocking.landed(timeout_s=0.0) == blocking.applied(timeout_s=0.0) == delivery.outcomes
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_c67_a_send_that_another_rank_never_makes_ends_and_the_job_goes_on(
+    mode: str, tmp_path: Path
+) -> None:
+    async with running(tmp_path, mode, update_timeout_s=1.0) as job:
+        for index in (0, 1):  # the second comes late, and is told so
+            with pytest.raises(
+                BarrierTimeout, match=r"version 7: trainer rank 1 did not make send 1"
+            ) as late:
+                await (await job.senders[index].send_weights(7)).landed()
+            assert late.value.missing == ("trainer rank 1",)
+            assert "raise update_timeout_s" in str(late.value)
+        await job.update(8)
+        assert job.holds(8)

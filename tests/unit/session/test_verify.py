@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ async def test_a_version_that_only_some_engines_took_in_time_is_what_they_are_co
         send = epoch.send
 
         async def late(*args: Any) -> Publication:  # Any: as `send` takes them
-            await send(*args)
+            publication: Publication = await send(*args)
+            await asyncio.wrap_future(publication._landed)
             raise BarrierTimeout("engine-1 did not take it", ["engine-1"])
 
         epoch.send = late  # type: ignore[method-assign]  # engines need not be slow for it
