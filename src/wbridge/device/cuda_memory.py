@@ -30,9 +30,11 @@ class GpuMemory:
 
     def __init__(self, index: int, nbytes: int, handle: Any, resources: Resources) -> None:
         """Use `allocate` or `open`."""
-        self.index = index
         self.nbytes = nbytes
         self._resources = resources
+        # Another GPU than the one that opens it, maybe.
+        owner = call("cuMemGetAllocationPropertiesFromHandle", handle).location.id
+        self._device = torch.device("cuda", int(owner))
         size = _rounded(index, nbytes)
         self.address: int = _map(index, handle, size)
         weakref.finalize(self, _unmap, index, self.address, size)
@@ -74,8 +76,10 @@ class GpuMemory:
         """Return a part as bytes. The tensor keeps the memory."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", self.index))
-        tensor: torch.Tensor = torch.as_tensor(_Part(self, offset, nbytes))
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        tensor: torch.Tensor = torch.as_tensor(_Part(self, offset, nbytes), device=self._device)
+        if tensor.data_ptr() != self.address + offset:
+            raise DriverError(f"torch takes memory of {self._device} for another device's, and copied it")
         return tensor
 
 

@@ -1,0 +1,99 @@
+"""Slots in memory that only the workers' devices reach, and when they lie in host memory instead."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import anyio
+import pytest
+
+from tests.models.far import FAR, FarDevice
+from tests.unit.session.job import Job, gather, running
+from wbridge.config import Config
+from wbridge.device import copy
+from wbridge.device.base import HOST, Access
+from wbridge.session import worker
+from wbridge.transport.select import Transports
+
+pytestmark = pytest.mark.anyio
+
+UNREACHED = Access(memory="")
+SHARED = {"transport": "shared_memory"}
+
+
+@pytest.fixture
+def access_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, Access]:
+    """What the workers say of themselves, by the beginning of their names; the longest counts."""
+    found: dict[str, Access] = {"": FAR}
+
+    def open_transports(config: Config, token: str, *, name: str, access: Access) -> Transports:
+        start = max((start for start in found if name.startswith(start)), key=len)
+        return Transports(config, token, name=name, access=found[start])
+
+    monkeypatch.setattr(worker, "open_transports", open_transports)
+    monkeypatch.setattr(copy, "native_missing", lambda: "it copies between addresses of the host")
+    return found
+
+
+def are_far(job: Job) -> list[bool]:
+    """Of each receiver, whether its slots lie in its device's memory."""
+    stagings = [receiver._rollout._engine._context.staging for receiver in job.receivers]
+    return [not buffer.is_host for staging in stagings for buffer in staging.buffers]
+
+
+async def test_senders_gather_into_the_device_memory_of_the_receiver(
+    access_of: dict[str, Access], tmp_path: Path
+) -> None:
+    with closing(FarDevice(seed=5)) as device:
+        async with running(tmp_path, "sync", devices=(device, device), **SHARED) as job:
+            assert are_far(job) == [True] * 3
+            for version in (1, 2, 3):
+                await job.update(version)
+                assert job.holds(version)
+
+
+async def test_a_withdrawn_slot_on_a_device_is_written_again(
+    access_of: dict[str, Access], tmp_path: Path
+) -> None:
+    with closing(FarDevice()) as device:
+        async with running(tmp_path, "sync", devices=(device, device), **SHARED) as job:
+            await job.update(1)
+            for trainer in job.trainers:
+                trainer.set_version(2)
+            with anyio.move_on_after(0):
+                await gather(*[lambda s=s: s.send_weights(2) for s in job.senders])
+            await job.update(3)
+            assert are_far(job) == [True] * 3
+            assert job.holds(3)
+
+
+@pytest.mark.parametrize(
+    ("who", "access"),
+    [
+        ("trainer/trainer[1]", Access()),
+        ("trainer/trainer[1]", Access("GPU b", (HOST, "GPU b"))),
+        ("rollout/", UNREACHED),
+    ],
+)
+async def test_slots_are_in_host_memory_if_one_writer_does_not_reach_the_device(
+    who: str, access: Access, access_of: dict[str, Access], tmp_path: Path
+) -> None:
+    access_of[who] = access
+    with closing(FarDevice()) as device:
+        async with running(tmp_path, "sync", devices=(device, device), **SHARED) as job:
+            assert are_far(job) == [False] * 3
+            await job.update(1)
+            assert job.holds(1)
+
+
+@pytest.mark.parametrize("mode", ["sync", "sender_overlap", "receiver_overlap", "async"])
+@pytest.mark.parametrize("more", [{"transport": "loopback"}, {**SHARED, "checksum": "on"}, SHARED])
+async def test_slots_are_in_host_memory_if_the_host_copies_or_reads_them(
+    mode: str, more: dict[str, str], access_of: dict[str, Access], tmp_path: Path
+) -> None:
+    with closing(FarDevice()) as device:
+        async with running(tmp_path, mode, devices=(device, device), **more) as job:
+            assert are_far(job) == [mode == "sync" and more is SHARED] * 3
+            await job.update(1)
+            assert job.holds(1)
