@@ -127,18 +127,26 @@ def cases(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
         found["copies"] = lambda: measure_gpu_copies(device)
     if options.large_mb:
         for case, mode in LARGE.items():
-            found[case] = jobs(case, job(mode, options.large_mb, 3))
+            found[case] = jobs(case, job(mode, options.large_mb, 3, limit_s=100.0))
     return found
 
 
 def measure_gpu_copies(device: str) -> list[Row]:
-    from benchmarks.harness.gpu_copies import measure_copies  # needs CUDA's compiler
+    """Strided copies of one launch against plain ones; the bars are those of the measurement itself."""
+    from benchmarks.harness.gpu_copies import measure_copies  # needs a GPU and CUDA's compiler
 
-    found = []
-    for row in measure_copies(device):
-        found.append({"benchmark": "gpu", **row})
-        print(" ".join(str(value) for value in row.values()), flush=True)
-    return found
+    rows: list[Row] = []
+    for found in measure_copies(device):
+        case = f"{found['direction']} {found['shape']}, {found['slot']} slot"
+        verdict = {None: "", True: f">= {found['bar']}: met", False: f">= {found['bar']}: MISSED"}[
+            found["ok"]
+        ]
+        figures = {name: value for name, value in found.items() if isinstance(value, float) and name != "bar"}
+        print(f"{case:60} {figures} {verdict}".rstrip(), flush=True)
+        for name, value in {**figures, "nbytes": found["nbytes"], "launches": found["launches"]}.items():
+            unit = {"nbytes": "B", "ratio": "ratio", "launches": "count"}.get(name, unit_of(name))
+            rows.append({"benchmark": "gpu", "case": case, "metric": name, "value": value, "unit": unit})
+    return rows
 
 
 def measure_job(job: Job) -> dict[str, float]:
@@ -227,7 +235,7 @@ def report(case: str, found: dict[str, float]) -> list[Row]:
 
 
 def unit_of(metric: str) -> str:
-    if metric.endswith("gb_per_s"):
+    if metric.endswith(("gb_per_s", "gb_s")):
         return "GB/s"
     units = {"ratio": "ratio", "ms": "ms", "us": "us", "mb": "MB", "percent": "%"}
     return units.get(metric.rpartition("_")[2], "count")

@@ -47,7 +47,9 @@ def is_exactly(parameters: Parameters, version: int) -> bool:
 
 
 def values(mode: str, num_engines: int = 1, **more: object) -> dict[str, object]:
-    return settings(mode, num_engines, **{"slot_nbytes": SLOT_NBYTES, "transport": "auto", **more})
+    """A process that starts may have to compile kernels and to load them."""
+    start = {"slot_nbytes": SLOT_NBYTES, "transport": "auto", "connect_timeout_s": 45.0}
+    return settings(mode, num_engines, **{**start, **more})
 
 
 class Pair(NamedTuple):
