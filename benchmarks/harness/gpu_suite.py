@@ -4,7 +4,7 @@
 
 `wheels` installs every wheel of a folder, without a network, into a folder of its own. `build` compiles the
 native extension beside the sources. `tests` and `bench` run with both on their path. A part that fails
-does not stop the next one. Logs, `tests.xml`, `gpu.json` and `summary.json` are in `--out`.
+does not stop the next one. Logs, `gpu.json` and `summary.json` are in `--out`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import xml.etree.ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,20 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "gpu"
 GRACE_S = 10.0
+FILE_LIMIT_S = 200.0
+NO_TESTS = 5
+"""pytest's exit code when nothing was chosen."""
 NEEDED = ("torch", "anyio", "msgspec", "xxhash", "pytest", "pytest_timeout", "hypothesis", "cuda.core")
+DISTRIBUTIONS = (
+    "anyio",
+    "msgspec",
+    "xxhash",
+    "pytest",
+    "pytest-timeout",
+    "hypothesis",
+    "cuda-core",
+    "cuda-bindings",
+)
 
 
 class Options(NamedTuple):
@@ -129,6 +143,7 @@ def check_environment(options: Options) -> bool:
         "    try: importlib.import_module(name)",
         "    except Exception as exc: missing.append(f'{name}: {exc!r}')",
         "import torch, wbridge",
+        f"for name in {DISTRIBUTIONS!r}: print(name, importlib.metadata.version(name))",
         "from wbridge.native.extension import why_missing",
         "print('torch', torch.__version__, 'CUDA', torch.version.cuda, 'GPU', torch.cuda.is_available())",
         "print('native extension:', why_missing() or 'used')",
@@ -140,13 +155,36 @@ def check_environment(options: Options) -> bool:
 
 
 def run_tests(options: Options) -> bool:
-    """A warning of another release of torch or pytest is shown, not an error."""
-    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
-    pytest += ["-v", "--tb=short", "--durations=10", f"--junitxml={options.out / 'tests.xml'}"]
-    paths = (
-        [] if any(word.startswith("tests/") for word in options.tests) else ["tests/gpu", "tests/conformance"]
-    )
-    return run([*pytest, *paths, *options.tests], "tests", options, limit_s=options.tests_limit_s)
+    """One process for each file: a GPU that has failed, or a crash, is the end of a process.
+
+    A warning of another release of torch or pytest is shown, not an error.
+    """
+    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-v"]
+    folders = ("tests/conformance", "tests/gpu")
+    found = [
+        str(path.relative_to(ROOT)) for name in folders for path in sorted((ROOT / name).glob("test_*.py"))
+    ]
+    files = [word for word in options.tests if word.startswith("tests/")]
+    others = [word for word in options.tests if word not in files]
+    until_s, failed = time.monotonic() + options.tests_limit_s, []
+    for number, file in enumerate(files or found):
+        results = options.site.with_suffix(f".{number}.xml")
+        results.unlink(missing_ok=True)
+        command = [*pytest, "--tb=short", "--durations=5", f"--junitxml={results}", file, *others]
+        limit_s = max(until_s - time.monotonic(), 1.0)
+        if not run(command, "tests", options, limit_s=min(limit_s, FILE_LIMIT_S), passes=(0, NO_TESTS)):
+            failed += failures(results) or [f"{file}: it has left no results"]
+    for name in failed:
+        print(f"FAILED {name}", flush=True)
+    return not failed
+
+
+def failures(results: Path) -> list[str]:
+    if not results.exists():
+        return []
+    cases = xml.etree.ElementTree.parse(results).iter("testcase")
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    return [f"{case.get('classname')}::{case.get('name')}" for case in bad]
 
 
 def run_benchmark(options: Options) -> bool:
@@ -154,7 +192,9 @@ def run_benchmark(options: Options) -> bool:
     return run([*command, *options.bench], "bench", options, limit_s=options.bench_limit_s)
 
 
-def run(command: list[str], name: str, options: Options, *, limit_s: float) -> bool:
+def run(
+    command: list[str], name: str, options: Options, *, limit_s: float, passes: tuple[int, ...] = (0,)
+) -> bool:
     """Run a command; show and log what it says. At the limit it ends, with all its children."""
     begin_s = time.monotonic()
     with (options.out / f"{name}.log").open("a") as log:
@@ -180,7 +220,7 @@ def run(command: list[str], name: str, options: Options, *, limit_s: float) -> b
         if timer.has_passed:
             print(f"{name}: ended after {limit_s:g} s, its limit", flush=True)
             print(f"ended after {limit_s:g} s, its limit", file=log)
-    return code == 0 and not timer.has_passed
+    return code in passes and not timer.has_passed
 
 
 class Limit:
