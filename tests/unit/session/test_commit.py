@@ -20,7 +20,7 @@ class Watched(CpuDevice):
 
     gather: CpuStream
 
-    def open_stream(self, name: str, *, background: bool = False) -> CpuStream:
+    def open_stream(self, name: str, *, background: bool = False, on_host: bool = False) -> CpuStream:
         stream = super().open_stream(name, background=background)
         if name == "gather":
             self.gather = stream
