@@ -31,7 +31,7 @@ class Publication:
         self.error: WBridgeError | None = None
         """Why it ended everywhere, or why the send that waits for it must raise."""
         self.answered: anyio.Event = anyio.Event()
-        """The coordinator has said what a cancelled call has become."""
+        """The call has got a ticket, or never will: what a cancelled one waits for."""
         self.released: anyio.Event = anyio.Event()
         """The weights may change again, or the send must raise `error`."""
         self._open = set(engines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
@@ -13,6 +15,7 @@ import wbridge
 from tests.models.toy import Rollout, Trainer
 from tests.unit.session.job import MODES, gather, rendezvous, running, settings
 from wbridge.errors import UpdateAborted
+from wbridge.session.sending import SendingEpoch
 
 pytestmark = pytest.mark.anyio
 ONE = {"engine-0": 1}
@@ -63,6 +66,33 @@ async def test_a_send_cancelled_after_the_announcement_aborts_the_version(mode: 
 
         await job.update(2)
         assert job.holds(2)
+
+
+async def test_a_send_cancelled_when_all_engines_are_through_returns_with_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator has forgotten the version by then: its answer is that it was announced."""
+    free = SendingEpoch._source_free
+    held: list[Callable[[], None]] = []
+    monkeypatch.setattr(SendingEpoch, "_source_free", lambda *call: held.append(functools.partial(free, *call)))
+    async with running(tmp_path, "sync", num_trainers=1, engines=ONE) as job:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(job.send, 1)
+            await job.take()
+            while not held:
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.1)  # the send is withdrawn, in vain
+            job.senders[0]._trainer._worker.loop.submit(run(held.pop()))
+        await job.receivers[0].aclose()
+
+
+def run(call: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    async def work() -> None:
+        call()
+
+    return work
 
 
 async def test_a_cancelled_wait_for_a_snapshot_withdraws_only_that_call(tmp_path: Path) -> None:
