@@ -1,4 +1,4 @@
-"""Processes: one plain process per worker, driven over pipes. Ray and Monarch bring launchers of their own."""
+"""Processes: one plain process per worker, driven over pipes. Ray and Monarch bring their own launchers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from benchmarks.systems.workloads import ITEM_NBYTES, Shape
 
 os.environ |= {"MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "ERROR"}  # read when it is imported
 
-from mooncake.engine import TransferEngine  # noqa: E402
+from mooncake.engine import TransferEngine
 
 BATCH = 1024
 ALIGNMENT = 64 // ITEM_NBYTES

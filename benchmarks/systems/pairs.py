@@ -1,4 +1,4 @@
-"""The moves of one worker by partner, both sides in the same order, strided ends staged in a contiguous tensor."""
+"""The moves of one worker by partner, in an order that both sides share; strided ends are staged."""
 
 from __future__ import annotations
 

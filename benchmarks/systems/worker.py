@@ -1,4 +1,4 @@
-"""One trainer or rollout of a case: its parameters, and a system that brings versions from one to the other."""
+"""One trainer or rollout of a case: its parameters, and a system that keeps them up to date."""
 
 from __future__ import annotations
 
