@@ -81,6 +81,8 @@ def _rdma() -> Finding:
 
 
 def _gpu() -> Finding:
+    """Without the kernel torch copies each tensor on the GPU by itself."""
+
     def name() -> str:
         from wbridge.device.select import open_device  # loads torch, which the other commands do without
 
@@ -89,7 +91,14 @@ def _gpu() -> Finding:
         return device.name
 
     finding = _try("GPU", name)
-    return finding if finding.ok else Finding("GPU", None, finding.detail)
+    if not finding.ok:
+        return Finding("GPU", None, finding.detail)
+    from wbridge.device.kernels import program  # loads torch too
+
+    missing = program.why_missing(int(finding.detail.partition(":")[2]))
+    if missing is None:
+        return Finding("GPU", True, f"{finding.detail}, copies in one launch per group")
+    return Finding("GPU", None, f"{finding.detail}, slow for many small tensors: {missing}")
 
 
 def _ucx_folder() -> Path | None:

@@ -7,6 +7,8 @@ import pytest
 from wbridge import native
 from wbridge.cli import doctor
 from wbridge.cli.main import main
+from wbridge.device import select
+from wbridge.device.kernels import program
 
 
 def rows(text: str) -> dict[str, str]:
@@ -61,3 +63,25 @@ def test_rdma_is_told_by_the_plugin_beside_the_library(
 
     assert finding.ok is ok
     assert ok or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in finding.detail
+
+
+@pytest.mark.parametrize("missing", [None, "NVRTC is not installed; install wbridge[cu13]"])
+def test_a_gpu_without_the_kernel_is_called_slow(
+    missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Device:
+        name = "cuda:3"
+
+        def close(self) -> None:
+            return
+
+    answers = {3: missing}
+    monkeypatch.setattr(select, "open_device", lambda where: Device())
+    monkeypatch.setattr(program, "why_missing", answers.pop)
+
+    finding = doctor._gpu()
+
+    assert not answers
+    assert finding.ok is (True if missing is None else None)
+    assert finding.detail.startswith("cuda:3, ")
+    assert missing is None or finding.detail.endswith(missing)
