@@ -160,14 +160,11 @@ def run_tests(options: Options) -> bool:
     A warning of another release of torch or pytest is shown, not an error.
     """
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-v"]
-    folders = ("tests/conformance", "tests/gpu")
-    found = [
-        str(path.relative_to(ROOT)) for name in folders for path in sorted((ROOT / name).glob("test_*.py"))
-    ]
-    files = [word for word in options.tests if word.startswith("tests/")]
-    others = [word for word in options.tests if word not in files]
+    named = [word for word in options.tests if word.startswith("tests/")]
+    files = [name for word in named or ("tests/conformance", "tests/gpu") for name in test_files(word)]
+    others = [word for word in options.tests if word not in named]
     until_s, failed = time.monotonic() + options.tests_limit_s, []
-    for number, file in enumerate(files or found):
+    for number, file in enumerate(files):
         results = options.site.with_suffix(f".{number}.xml")
         results.unlink(missing_ok=True)
         command = [*pytest, "--tb=short", "--durations=5", f"--junitxml={results}", file, *others]
@@ -177,6 +174,13 @@ def run_tests(options: Options) -> bool:
     for name in failed:
         print(f"FAILED {name}", flush=True)
     return not failed
+
+
+def test_files(name: str) -> list[str]:
+    folder = ROOT / name
+    if not folder.is_dir():
+        return [name]
+    return [str(path.relative_to(ROOT)) for path in sorted(folder.glob("test_*.py"))]
 
 
 def failures(results: Path) -> list[str]:

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+import wbridge
 import wbridge.sync
 from benchmarks.harness.model import Parameters, rollout_target, shapes, trainer_source
 from tests.gpu.accelerator import Accelerator
-from tests.unit.session.job import rendezvous, settings, together
+from tests.unit.session.job import MODES, rendezvous, settings, together
+from wbridge.staging.in_place import InPlaceReceiver
 
 NUM_LAYERS = 2
 """64 MB."""
@@ -61,15 +63,29 @@ class Pair(NamedTuple):
     parameters: Parameters
 
 
+WAYS = [
+    *[(mode, transport) for mode in MODES for transport in ("loopback", "shared_memory")],
+    *[(mode, "in place") for mode in ("sync", "sender_overlap")],
+]
+"""Modes, and how a version comes to the engine in this process."""
+
+
 @contextmanager
-def pair(path: Path, mode: str, accelerator: Accelerator, **config: object) -> Iterator[Pair]:
-    """Both in this process; every version goes to the engine."""
+def pair(
+    path: Path, mode: str, accelerator: Accelerator, *, way: str = "loopback", **config: object
+) -> Iterator[Pair]:
+    """Both in this process; every version goes to the engine. `in place`: straight into its parameters."""
     source, weights = trainer_source(0, 1, NUM_LAYERS, device=accelerator.name)
     target, parameters = rollout_target("engine-0", 0, 1, NUM_LAYERS, device=accelerator.name)
-    config = values(mode, delivery="every", **config)
+    if way == "in place":
+        wbridge.share_memory(parameters.values())
+    transport = "shared_memory" if way == "in place" else way
+    config = values(mode, delivery="every", transport=transport, **config)
     with (
         wbridge.sync.SenderAdapter(source, rendezvous=rendezvous(path), config=config) as sender,
         wbridge.sync.ReceiverAdapter(target, rendezvous=rendezvous(path), config=config) as receiver,
     ):
         together(sender.connect, receiver.connect)
+        staging = receiver._rollout._engine._context.staging  # no public property
+        assert isinstance(staging, InPlaceReceiver) == (way == "in place")
         yield Pair(sender, receiver, weights, parameters)

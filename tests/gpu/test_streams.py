@@ -10,7 +10,7 @@ import pytest
 import wbridge.sync
 from benchmarks.harness.model import Parameters
 from tests.gpu.accelerator import Accelerator
-from tests.gpu.model import is_exactly, load, pair
+from tests.gpu.model import WAYS, is_exactly, load, pair
 from tests.unit.session.job import MODES, PATIENCE_S, together
 from wbridge.device.select import open_device
 
@@ -25,13 +25,12 @@ def take(receiver: wbridge.sync.ReceiverAdapter) -> int:
     return update.version
 
 
-@pytest.mark.parametrize("transport", ["loopback", "shared_memory"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "way"), WAYS)
 def test_c47_weights_may_change_as_soon_as_a_send_has_returned(
-    mode: str, transport: str, accelerator: Accelerator, tmp_path: Path
+    mode: str, way: str, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     """The step before is still running when the send is called, the next one is launched right after it."""
-    with pair(tmp_path, mode, accelerator, transport=transport) as job:
+    with pair(tmp_path, mode, accelerator, way=way) as job:
 
         def train() -> None:
             with accelerator.stream():
@@ -74,9 +73,9 @@ def test_a_send_waits_for_the_stream_that_it_is_given(
     assert seen == [(version, True) for version in VERSIONS]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "way"), WAYS)
 def test_a_running_step_reads_the_old_version_and_the_next_one_the_new(
-    mode: str, accelerator: Accelerator, tmp_path: Path
+    mode: str, way: str, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     """A step's kernels still run when the poll writes the weights, and nothing waits in between."""
 
@@ -98,7 +97,7 @@ def test_a_running_step_reads_the_old_version_and_the_next_one_the_new(
                 found.append((version, before, read()))
         return found
 
-    with pair(tmp_path, mode, accelerator) as job:
+    with pair(tmp_path, mode, accelerator, way=way) as job:
         load(job.parameters, 0)
         accelerator.finish()
         _, steps = together(train, roll)

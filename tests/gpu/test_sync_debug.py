@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.gpu.accelerator import Accelerator
-from tests.gpu.model import checkpoint_of, is_exactly, load, pair
-from tests.unit.session.job import MODES, PATIENCE_S, together
+from tests.gpu.model import WAYS, checkpoint_of, is_exactly, load, pair
+from tests.unit.session.job import PATIENCE_S, together
 
 pytestmark = pytest.mark.gpu
 
@@ -39,12 +39,11 @@ def no_synchronization(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("transport", ["loopback", "shared_memory"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "way"), WAYS)
 def test_a_steady_update_synchronizes_nothing(
-    mode: str, transport: str, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, way: str, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pair(tmp_path, mode, accelerator, transport=transport) as job:
+    with pair(tmp_path, mode, accelerator, way=way) as job:
         prepared = {v: checkpoint_of(v, len(job.weights) // 2, accelerator.name) for v in VERSIONS}
 
         def train(version: int) -> None:
@@ -79,12 +78,14 @@ def test_the_check_sees_other_threads(accelerator: Accelerator, monkeypatch: pyt
                 together(synchronize)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("mode", "way"), [("sync", "shared_memory"), ("async", "shared_memory"), ("sync", "in place")]
+)
 def test_c69_two_hundred_updates_leave_no_memory_behind(
-    mode: str, accelerator: Accelerator, tmp_path: Path
+    mode: str, way: str, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     """Less than one version is kept: 64 MB in 180 updates would be 370 kB in each."""
-    with pair(tmp_path, mode, accelerator, transport="shared_memory") as job:
+    with pair(tmp_path, mode, accelerator, way=way) as job:
 
         def update(version: int) -> None:
             together(
