@@ -270,7 +270,7 @@ async def three_versions(job: Job, check: Callable[[], Awaitable[None]]) -> None
 @pytest.mark.parametrize("transport", ["shared_memory", "loopback"])
 async def test_slots_lie_on_the_gpu_where_gpus_write_them(mode: str, transport: str, tmp_path: Path) -> None:
     jobs = toys(2, ENGINES, trainer_device="cuda:0", rollout_device="cuda:0")
-    on_gpu = mode == "sync" and transport == "shared_memory"
+    on_gpu = transport == "shared_memory"
 
     async def check() -> None:
         assert [buffer.is_host for staging in stagings(job) for buffer in staging.buffers] == [not on_gpu] * 3
@@ -280,7 +280,8 @@ async def test_slots_lie_on_the_gpu_where_gpus_write_them(mode: str, transport: 
 
 
 @pytest.mark.anyio
-async def test_parameters_on_the_gpu_are_written_in_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["sync", "sender_overlap"])
+async def test_parameters_on_the_gpu_are_written_in_place(mode: str, tmp_path: Path) -> None:
     jobs = toys(2, ENGINES, trainer_device="cuda:0", rollout_device="cuda:0")
     for rollout in jobs[1]:
         wbridge.share_memory(rollout.parameters.values())
@@ -289,7 +290,7 @@ async def test_parameters_on_the_gpu_are_written_in_place(tmp_path: Path) -> Non
     async def check() -> None:
         assert [type(staging) for staging in stagings(job)] == [InPlaceReceiver] * 3
 
-    async with running(tmp_path, "sync", engines=ENGINES, toys_of=jobs, transport="shared_memory") as job:
+    async with running(tmp_path, mode, engines=ENGINES, toys_of=jobs, transport="shared_memory") as job:
         await three_versions(job, check)
     assert where == [tensor.data_ptr() for rollout in jobs[1] for tensor in rollout.parameters.values()]
 

@@ -94,6 +94,11 @@ class Buffer(Protocol):
         """The same bytes as a 1-d `torch.uint8` tensor (typed `object`: torch stays out of this layer)."""
         ...
 
+    @property
+    def device_tensor(self) -> object:
+        """The same for copies that the device itself is to do: also of page-locked memory, on the GPU."""
+        ...
+
 
 class Device(Protocol):
     """Where a worker's parameters live."""

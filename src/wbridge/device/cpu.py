@@ -130,6 +130,10 @@ class CpuBuffer:
     def tensor(self) -> torch.Tensor:
         return self._tensor
 
+    @property
+    def device_tensor(self) -> torch.Tensor:
+        return self.tensor
+
 
 def _empty() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)

@@ -13,7 +13,7 @@ import torch
 from wbridge.device.base import HOST, Access, Event, MemoryKind, PeerMemory
 from wbridge.device.cpu import CpuDevice, CpuStream
 from wbridge.device.cuda_driver import IDLE_STREAMS, DriverError, ring_behind, why_missing, why_no_rings
-from wbridge.device.cuda_memory import GpuMemory, why_not_shared
+from wbridge.device.cuda_memory import GpuMemory, tensor_at, why_not_shared
 from wbridge.device.memory import ForeignMemory, HostMemory
 from wbridge.device.wakeup import Bell
 from wbridge.errors import ConfigError, InternalError, NativeUnavailable
@@ -56,7 +56,7 @@ class CudaDevice:
         """See `Device.allocate`. Nobody is let into the GPU's memory where `find_access` says so."""
         if kind == "pinned":
             host = HostMemory(nbytes, shared=shared)
-            return CudaBuffer(_pin(host, self.index), host)
+            return CudaBuffer(_pin(host, self.index), host, self.index)
         memory = None
         if nbytes and why_not_shared(self.index) is None:
             memory = GpuMemory.allocate(self.index, nbytes)
@@ -69,12 +69,12 @@ class CudaDevice:
             tensor.zero_()
         _record(stream).synchronize()
         _give_back(self.index, _HIGH, stream)
-        return CudaBuffer(tensor, memory)
+        return CudaBuffer(tensor, memory, self.index)
 
     def adopt(self, memory: PeerMemory) -> CudaBuffer:
         if isinstance(memory, memoryview):
             foreign = ForeignMemory(memory)
-            return CudaBuffer(_pin(foreign, self.index), foreign)
+            return CudaBuffer(_pin(foreign, self.index), foreign, self.index)
         try:
             opened = GpuMemory.open(self.index, memory.descriptor, memory.nbytes)
         except DriverError as exc:
@@ -82,7 +82,7 @@ class CudaDevice:
                 f"{self.name}: cannot open the slots of a receiver on a GPU: {exc}; set transport='ucxx', "
                 "or checksum='on', which keeps slots in host memory"
             ) from exc
-        return CudaBuffer(opened.tensor(), opened)
+        return CudaBuffer(opened.tensor(), opened, self.index)
 
     def open_stream(
         self, name: str, *, background: bool = False, on_host: bool = False
@@ -124,8 +124,11 @@ def _identity(index: int) -> str:
 class CudaBuffer:
     """Memory of the GPU, or host memory that is page-locked."""
 
-    def __init__(self, tensor: torch.Tensor, memory: GpuMemory | HostMemory | ForeignMemory | None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, memory: GpuMemory | HostMemory | ForeignMemory | None, index: int
+    ) -> None:
         """`memory`: what `tensor` lies in, unless in torch's own memory of the GPU."""
+        self._index = index
         self._tensor = tensor
         self._memory = memory
 
@@ -163,6 +166,13 @@ class CudaBuffer:
     @property
     def tensor(self) -> torch.Tensor:
         return self._tensor
+
+    @property
+    def device_tensor(self) -> torch.Tensor:
+        if self._tensor.is_cuda:
+            return self._tensor
+        where = torch.device("cuda", self._index)
+        return tensor_at(self._tensor.data_ptr(), self.nbytes, where, keep=self)
 
 
 def _pin(memory: HostMemory | ForeignMemory, index: int) -> torch.Tensor:

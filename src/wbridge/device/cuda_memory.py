@@ -30,6 +30,7 @@ class GpuMemory:
 
     def __init__(self, index: int, nbytes: int, handle: Any, resources: Resources) -> None:
         """Use `allocate` or `open`."""
+        self.index = index
         self.nbytes = nbytes
         self._resources = resources
         # Another GPU than the one that opens it, maybe.
@@ -75,25 +76,30 @@ class GpuMemory:
     def tensor(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
         """Return a part as bytes. The tensor keeps the memory."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8, device=self._device)
-        tensor: torch.Tensor = torch.as_tensor(_Part(self, offset, nbytes), device=self._device)
-        if tensor.data_ptr() != self.address + offset:
-            raise DriverError(f"torch takes memory of {self._device} for another device's, and copied it")
-        return tensor
+        return tensor_at(self.address + offset, nbytes, self._device, keep=self)
 
 
-class _Part:
+def tensor_at(address: int, nbytes: int, device: torch.device, *, keep: object) -> torch.Tensor:
+    """Return bytes that kernels of the GPU reach, its own or page-locked ones of the host, as a tensor of it.
+
+    The tensor keeps `keep`, whose memory it is.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    tensor: torch.Tensor = torch.as_tensor(_Bytes(address, nbytes, keep), device=device)
+    if tensor.data_ptr() != address:
+        raise DriverError(f"torch takes memory of {device} for another device's, and copied it")
+    return tensor
+
+
+class _Bytes:
     """What torch asks of memory that is not its own."""
 
-    def __init__(self, memory: GpuMemory, offset: int, nbytes: int) -> None:
-        self._memory = memory
+    def __init__(self, address: int, nbytes: int, keep: object) -> None:
+        self._keep = keep
         self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (memory.address + offset, False),
-            "version": 2,
-        }
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2
+        }  # fmt: skip
 
 
 @functools.cache

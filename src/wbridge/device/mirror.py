@@ -30,9 +30,11 @@ class Mirror:
             self._nbytes += -(-span * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._buffer: Buffer = device.allocate(self._nbytes, "pinned")
         self._copies = build_gather([b for b in blocks if 0 not in b.extents], tensors)
+        offsets = {b.parameter: (tensors[b.parameter], b.slot_offset) for b in blocks}
         self.tensors: Tensors = {
-            b.parameter: self._copy_of(tensors[b.parameter], b.slot_offset) for b in blocks
+            name: _copy_of(*there, self._buffer.tensor) for name, there in offsets.items()
         }
+        self._offsets = offsets
 
     @property
     def nbytes(self) -> int:
@@ -42,11 +44,17 @@ class Mirror:
         """Copy the live tensors as they are when `stream` comes to it."""
         return gather(stream, self._copies, self._buffer)
 
-    def _copy_of(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        memory = self._buffer.tensor
-        assert isinstance(memory, torch.Tensor)
-        whole = memory[offset:].view(tensor.dtype) if tensor.numel() else torch.empty(0, dtype=tensor.dtype)
-        return whole.as_strided(tensor.shape, tensor.stride())
+    def on_device(self) -> Tensors:
+        """Return `tensors` for copies that the device does, into memory that the host does not reach."""
+        memory = self._buffer.device_tensor
+        return {name: _copy_of(*there, memory) for name, there in self._offsets.items()}
+
+
+def _copy_of(tensor: torch.Tensor, offset: int, memory: object) -> torch.Tensor:
+    assert isinstance(memory, torch.Tensor)
+    nothing = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+    whole = memory[offset:].view(tensor.dtype) if tensor.numel() else nothing
+    return whole.as_strided(tensor.shape, tensor.stride())
 
 
 def _whole(name: str, tensor: torch.Tensor, offset: int) -> Block:

@@ -24,10 +24,10 @@ _arenas: Final = weakref.WeakSet["Mapping | GpuMemory"]()
 def share_memory(owner: torch.nn.Module | Iterable[torch.Tensor]) -> None:
     """Move parameters and buffers into one piece of memory that other processes of the host can map.
 
-    A receiver whose parameters lie there is written directly, without slots: on the host in the modes with
-    direct receivers, on a GPU in `sync`. Each tensor stays the same object. Views that are not among the
-    tensors keep the old memory, and so do captured graphs: share before anything else takes a parameter's
-    address. The memory lives as long as its last tensor.
+    A receiver whose parameters lie there is written directly, without slots, in the modes with direct
+    receivers. Each tensor stays the same object. Views that are not among the tensors keep the old memory,
+    and so do captured graphs: share before anything else takes a parameter's address. The memory lives as
+    long as its last tensor.
 
     Raises:
         ConfigError: the tensors are neither all on the host nor all on one GPU.
@@ -111,7 +111,7 @@ def _part(arena: Mapping | GpuMemory, offset: int, nbytes: int) -> torch.Tensor:
 
 def _as_buffer(arena: Mapping | GpuMemory) -> Buffer:
     if isinstance(arena, GpuMemory):
-        return CudaBuffer(arena.tensor(), arena)
+        return CudaBuffer(arena.tensor(), arena, arena.index)
     memory = HostMemory.of(arena)
     return CpuBuffer(memory.view.nbytes, "device", memory=memory)
 

@@ -129,8 +129,7 @@ def _receiver_staging(
     pieces = [piece for group in plan.incoming for piece in group.pieces]
     targets = [tensors[transfer.target_parameter] for piece in pieces for transfer in piece.transfers]
     arena = arena_of(targets) if is_local else None
-    # A host copy of the weights is not gathered into a GPU, nor is a GPU's slot applied to host memory.
-    is_near = is_near and config.mode.sender_staging == "direct"
+    # Tensors that are assembled for a loader are the host's, which reads no slots on a GPU.
     is_near = is_near and all(str(target.device) == device.name for target in targets)
     if arena is not None and (is_near or arena.is_host):
         return InPlaceReceiver(arena, tensors, plan.incoming)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import anyio
 
-from wbridge.device.base import Buffer, Device, Event, PeerMemory
+from wbridge.device.base import Buffer, Device, Event, PeerMemory, Stream
 from wbridge.device.copy import Tensors
 from wbridge.device.mirror import Mirror
 from wbridge.errors import InternalError
@@ -32,14 +32,15 @@ class PinnedSender:
         snapshot_versions: int,
     ) -> None:
         names = {transfer.source_parameter for piece in pieces for transfer in piece.transfers}
-        # The trainer has gone on, and the snapshots are in host memory, as the slots are.
+        # The trainer has gone on. The snapshots are in host memory, as most slots are.
         self._gathers = device.open_stream("gather", background=True, on_host=True)
+        self._device_gathers = device.open_stream("gather to a device", background=True)
         self._stream = device.open_stream("snapshot")
         self._device = device
         self._local_slots = local_slots
         mirrors = [Mirror(device, parameters, names) for _ in range(snapshot_versions)]
         self._free = deque(
-            _Version(mirror, Gathering(self._gathers, pieces, mirror.tensors)) for mirror in mirrors
+            _Version(mirror, pieces, host=self._gathers, device=self._device_gathers) for mirror in mirrors
         )
         self._available = anyio.Semaphore(snapshot_versions, fast_acquire=True)
 
@@ -56,8 +57,8 @@ class PinnedSender:
         await self._available.acquire()
         version = self._free.popleft()
         try:
-            if version.last_gather is not None:
-                await version.last_gather.wait()
+            for event in version.last_gathers.values():
+                await event.wait()
             self._stream.wait_event(after)
             await version.mirror.copy(self._stream).wait()
         except BaseException:
@@ -74,6 +75,7 @@ class PinnedSender:
     def close(self) -> None:
         self._stream.close()
         self._gathers.close()
+        self._device_gathers.close()
 
     def _give_back(self, version: _Version) -> None:
         self._free.append(version)
@@ -81,12 +83,23 @@ class PinnedSender:
 
 
 class _Version:
-    """The memory of one snapshot and the gathers from it."""
+    """The memory of one snapshot and the gathers from it: by the host, and by the device into slots that the
+    host does not reach."""
 
-    def __init__(self, mirror: Mirror, gathering: Gathering) -> None:
+    def __init__(self, mirror: Mirror, pieces: Sequence[Piece], *, host: Stream, device: Stream) -> None:
         self.mirror = mirror
-        self.gathering = gathering
-        self.last_gather: Event | None = None
+        self._pieces = pieces
+        self._device = device
+        self._by_host = Gathering(host, pieces, mirror.tensors)
+        self._by_device: Gathering | None = None
+        self.last_gathers: dict[bool, Event] = {}
+
+    def gathering_into(self, buffer: Buffer) -> Gathering:
+        if buffer.is_host:
+            return self._by_host
+        if self._by_device is None:
+            self._by_device = Gathering(self._device, self._pieces, self.mirror.on_device())
+        return self._by_device
 
 
 class Snapshot:
@@ -97,19 +110,21 @@ class Snapshot:
         self._give_back = give_back
 
     def gather(self, piece: Piece, place: Place) -> Event:
-        return self._note(self._taken(piece).gathering.start(piece, place))
+        gathering = self._taken(piece).gathering_into(place.buffer)
+        return self._note(gathering.start(piece, place), place.buffer)
 
     def gather_in_place(self, piece: Piece, buffer: Buffer, placements: Mapping[str, Placement]) -> Event:
-        return self._note(self._taken(piece).gathering.start_in_place(piece, buffer, placements))
+        gathering = self._taken(piece).gathering_into(buffer)
+        return self._note(gathering.start_in_place(piece, buffer, placements), buffer)
 
     def _taken(self, piece: Piece) -> _Version:
         if self._version is None:
             raise InternalError(f"piece at byte {piece.offset} gathered from a snapshot after its release")
         return self._version
 
-    def _note(self, event: Event) -> Event:
+    def _note(self, event: Event, buffer: Buffer) -> Event:
         assert self._version is not None
-        self._version.last_gather = event
+        self._version.last_gathers[buffer.is_host] = event
         return event
 
     def release(self) -> None:
