@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "bytes.hpp"
 #include "pool.hpp"
 #include "ring.hpp"
 #include "table.hpp"
@@ -13,23 +14,9 @@ namespace nb = nanobind;
 
 namespace {
 
+using wbridge::Bytes;
 using wbridge::Pool;
 using wbridge::Table;
-
-// Contiguous bytes of a Python object, held as long as this exists.
-class Bytes {
-public:
-    Bytes(nb::handle object, int flags) {
-        if (PyObject_GetBuffer(object.ptr(), &buffer_, flags) != 0) throw nb::python_error();
-    }
-    Bytes(const Bytes &) = delete;
-    ~Bytes() { PyBuffer_Release(&buffer_); }
-    char *data() const { return static_cast<char *>(buffer_.buf); }
-    std::int64_t nbytes() const { return buffer_.len; }
-
-private:
-    Py_buffer buffer_;
-};
 
 std::size_t default_threads() {
     cpu_set_t cores;

@@ -1,0 +1,115 @@
+// The Python face of the UCX worker. Built only where UCX's headers are.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bytes.hpp"
+#include "ucx_worker.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+using wbridge::Bytes;
+using wbridge::UcxWorker;
+using Released = nb::call_guard<nb::gil_scoped_release>;
+
+std::string copy(nb::bytes bytes) { return std::string(bytes.c_str(), bytes.size()); }
+
+nb::bytes to_bytes(const std::string &text) { return nb::bytes(text.data(), text.size()); }
+
+nb::list drain(UcxWorker &worker) {
+    nb::list drained;
+    for (const auto &event : worker.drain())
+        drained.append(nb::make_tuple(static_cast<int>(event.kind), event.number, to_bytes(event.text)));
+    return drained;
+}
+
+}  // namespace
+
+NB_MODULE(_ucx, module) {
+    module.doc() = "A UCX worker with one-sided puts, progressed outside the GIL.";
+    module.attr("INTERFACE") = 1;
+    module.attr("FINISHED") = static_cast<int>(wbridge::UcxEvent::finished);
+    module.attr("FRAME") = static_cast<int>(wbridge::UcxEvent::frame);
+    module.attr("LOST") = static_cast<int>(wbridge::UcxEvent::lost);
+
+    nb::class_<UcxWorker>(module, "Worker", "Memory that a running operation uses is the caller's to keep.")
+        .def(nb::init<const UcxWorker::Settings &, const UcxWorker::Settings &, std::uint64_t, std::size_t>(),
+             nb::kw_only(), nb::arg("required"), nb::arg("preferred"), nb::arg("frame_tag"), nb::arg("frame_nbytes"))
+        .def_prop_ro("address", [](const UcxWorker &self) { return to_bytes(self.address()); })
+        .def_prop_ro("descriptor", &UcxWorker::descriptor, "An eventfd, readable while `drain` has something.")
+        .def_prop_ro("num_wakeups", &UcxWorker::num_wakeups, "How often the thread has woken up.")
+        .def(
+            "connect",
+            [](UcxWorker &self, nb::bytes address, bool watched) {
+                const std::string copied = copy(address);
+                const nb::gil_scoped_release released;
+                return self.connect(copied, watched);
+            },
+            nb::arg("address"), nb::kw_only(), nb::arg("watched"), "Return the number of a route.")
+        .def(
+            "map",
+            [](UcxWorker &self, nb::handle memory) {
+                const Bytes bytes(memory, PyBUF_WRITABLE);
+                const nb::gil_scoped_release released;
+                return self.map(bytes.data(), static_cast<std::size_t>(bytes.nbytes()));
+            },
+            nb::arg("memory"), nb::sig("def map(self, memory: typing_extensions.Buffer) -> int"),
+            "Let peers write `memory`; return the number of a region.")
+        .def("unmap", &UcxWorker::unmap, nb::arg("region"), Released())
+        .def(
+            "pack",
+            [](UcxWorker &self, std::uint64_t region) {
+                std::string packed;
+                {
+                    const nb::gil_scoped_release released;
+                    packed = self.pack(region);
+                }
+                return to_bytes(packed);
+            },
+            nb::arg("region"), "Return the key that a peer needs to write the region.")
+        .def(
+            "unpack",
+            [](UcxWorker &self, std::uint64_t route, nb::bytes key) {
+                const std::string copied = copy(key);
+                const nb::gil_scoped_release released;
+                return self.unpack(route, copied);
+            },
+            nb::arg("route"), nb::arg("key"), "Return the number of a key for puts on this route.")
+        .def("forget_key", &UcxWorker::forget_key, nb::arg("key"), Released())
+        .def("settle", &UcxWorker::settle, Released(), "Handle all that a dead peer of this host has sent.")
+        .def(
+            "send_frame",
+            [](UcxWorker &self, std::uint64_t route, nb::bytes frame) { return self.send_frame(route, copy(frame)); },
+            nb::arg("route"), nb::arg("frame"))
+        .def(
+            "send",
+            [](UcxWorker &self, std::uint64_t route, nb::handle memory, std::uint64_t tag) {
+                const Bytes bytes(memory, PyBUF_SIMPLE);
+                return self.send(route, bytes.data(), static_cast<std::size_t>(bytes.nbytes()), tag);
+            },
+            nb::arg("route"), nb::arg("memory"), nb::arg("tag"),
+            nb::sig("def send(self, route: int, memory: typing_extensions.Buffer, tag: int) -> int"))
+        .def(
+            "receive",
+            [](UcxWorker &self, nb::handle memory, std::uint64_t tag) {
+                const Bytes bytes(memory, PyBUF_WRITABLE);
+                return self.receive(bytes.data(), static_cast<std::size_t>(bytes.nbytes()), tag);
+            },
+            nb::arg("memory"), nb::arg("tag"),
+            nb::sig("def receive(self, memory: typing_extensions.Buffer, tag: int) -> int"))
+        .def(
+            "put",
+            [](UcxWorker &self, std::uint64_t route, nb::handle memory, std::uint64_t remote, std::uint64_t key) {
+                const Bytes bytes(memory, PyBUF_SIMPLE);
+                return self.put(route, bytes.data(), static_cast<std::size_t>(bytes.nbytes()), remote, key);
+            },
+            nb::arg("route"), nb::arg("memory"), nb::arg("remote"), nb::arg("key"),
+            nb::sig("def put(self, route: int, memory: typing_extensions.Buffer, remote: int, key: int) -> int"),
+            "Write `memory` to the peer's address `remote`; over when the bytes are in place there.")
+        .def("drain", &drain, nb::sig("def drain(self) -> list[tuple[int, int, bytes]]"),
+             "Return what has happened: kind, number, and the frame or the reason of a failure.")
+        .def("close", &UcxWorker::close, nb::arg("timeout_s"), Released(), "End the thread. Idempotent.");
+}

@@ -1,0 +1,67 @@
+"""A UCX worker with one-sided puts, progressed outside the GIL."""
+
+from collections.abc import Sequence
+
+from typing_extensions import Buffer
+
+INTERFACE: int = 1
+
+FINISHED: int = 0
+
+FRAME: int = 1
+
+LOST: int = 2
+
+class Worker:
+    """Memory that a running operation uses is the caller's to keep."""
+
+    def __init__(
+        self,
+        *,
+        required: Sequence[tuple[str, str]],
+        preferred: Sequence[tuple[str, str]],
+        frame_tag: int,
+        frame_nbytes: int,
+    ) -> None: ...
+    @property
+    def address(self) -> bytes: ...
+    @property
+    def descriptor(self) -> int:
+        """An eventfd, readable while `drain` has something."""
+
+    @property
+    def num_wakeups(self) -> int:
+        """How often the thread has woken up."""
+
+    def connect(self, address: bytes, *, watched: bool) -> int:
+        """Return the number of a route."""
+
+    def map(self, memory: Buffer) -> int:
+        """Let peers write `memory`; return the number of a region."""
+
+    def unmap(self, region: int) -> None: ...
+    def pack(self, region: int) -> bytes:
+        """Return the key that a peer needs to write the region."""
+
+    def unpack(self, route: int, key: bytes) -> int:
+        """Return the number of a key for puts on this route."""
+
+    def forget_key(self, key: int) -> None: ...
+    def settle(self) -> None:
+        """Handle all that a dead peer of this host has sent."""
+
+    def send_frame(self, route: int, frame: bytes) -> int: ...
+    def send(self, route: int, memory: Buffer, tag: int) -> int: ...
+    def receive(self, memory: Buffer, tag: int) -> int: ...
+    def put(self, route: int, memory: Buffer, remote: int, key: int) -> int:
+        """
+        Write `memory` to the peer's address `remote`; over when the bytes are in place there.
+        """
+
+    def drain(self) -> list[tuple[int, int, bytes]]:
+        """
+        Return what has happened: kind, number, and the frame or the reason of a failure.
+        """
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread. Idempotent."""
