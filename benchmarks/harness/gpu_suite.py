@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default="wheels,build,check,tests,bench", help="some of these, in order")
     parser.add_argument("--tests", default="", help="arguments for pytest, such as '-k streams'")
     parser.add_argument("--bench", default="", help="arguments for the benchmark, such as '--only pinned'")
-    parser.add_argument("--tests-limit-s", type=float, default=330.0)
+    parser.add_argument("--tests-limit-s", type=float, default=480.0)
     parser.add_argument("--bench-limit-s", type=float, default=240.0)
     return parser.parse_args()
 
@@ -142,12 +142,12 @@ def check_environment(options: Options) -> bool:
         "for name in needed:",
         "    try: importlib.import_module(name)",
         "    except Exception as exc: missing.append(f'{name}: {exc!r}')",
+        "if missing: sys.exit('not importable, add their wheels: ' + '; '.join(missing))",
         "import torch, wbridge",
         f"for name in {DISTRIBUTIONS!r}: print(name, importlib.metadata.version(name))",
         "from wbridge.native.extension import why_missing",
         "print('torch', torch.__version__, 'CUDA', torch.version.cuda, 'GPU', torch.cuda.is_available())",
         "print('native extension:', why_missing() or 'used')",
-        "if missing: sys.exit('not importable, add their wheels: ' + '; '.join(missing))",
         "if not torch.cuda.is_available(): sys.exit('torch sees no GPU')",
         "print(torch.cuda.get_device_name(0))",
     ]
