@@ -59,8 +59,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_s: float = 120.0
     """How long `connect` waits for the coordinator and the other workers."""
     update_timeout_s: float = 300.0
-    """How long `send_weights` waits for the other trainer ranks to call it and, with `every`, for all live
-    engines."""
+    """How long `send_weights` waits for the other ranks to call it and, with `every`, for all engines."""
     hold_timeout_s: float = 60.0
     """How long a parked engine waits for its last worker before it is released."""
     relay_patience_s: float = 1.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
+import logging
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 
 import anyio
@@ -22,6 +24,10 @@ HANDSHAKE_S = 10.0
 """A peer that has not authenticated itself after this time is cut off."""
 LINGER_S = 1.0
 """How long a rejected peer may take to read why."""
+ACCEPT_AGAIN_S = 0.1
+"""After this time a listener that could not accept a peer, for want of a descriptor, tries again."""
+
+_log = logging.getLogger(__name__)
 
 _BROKEN = (anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead, ssl.SSLError, OSError)
 
@@ -229,18 +235,41 @@ async def serve_tcp(
         ConfigError: `host` is reachable from other machines and there is no secret, or cannot be bound.
     """
     _check_secret(host, secret, "listen on")
-
-    async def serve_one(stream: anyio.abc.SocketStream) -> None:
-        await _serve_one(stream, handler, secret, tls)
-
     try:
         listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
     except OSError as exc:
         raise ConfigError(f"cannot listen on {join_address(host, port)}: {exc}") from exc
-    async with listener:
-        bound_port = listener.extra(anyio.abc.SocketAttribute.local_port)
-        task_status.started(join_address(host, bound_port))
-        await listener.serve(serve_one)
+    try:
+        address = join_address(host, listener.extra(anyio.abc.SocketAttribute.local_port))
+        serve_one = functools.partial(_serve_one, handler=handler, secret=secret, tls=tls)
+        async with anyio.create_task_group() as tasks:
+            for each in listener.listeners:
+                tasks.start_soon(_accept_all, each, serve_one, tasks)
+            task_status.started(address)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await listener.aclose()
+
+
+async def _accept_all(
+    listener: anyio.abc.Listener[anyio.abc.SocketStream],
+    serve_one: Callable[[anyio.abc.SocketStream], Coroutine[object, object, None]],
+    tasks: anyio.abc.TaskGroup,
+) -> None:
+    """Start `serve_one` in `tasks` for each peer, until cancelled.
+
+    Waiting and accepting are apart, since an accept that is cancelled loses a peer that comes just then.
+    """
+    assert isinstance(listener, anyio.abc.SocketListener), "what listens for TCP accepts sockets"
+    pending = listener.extra(anyio.abc.SocketAttribute.raw_socket)
+    while True:
+        try:
+            await anyio.wait_readable(pending)
+            with anyio.move_on_after(ACCEPT_AGAIN_S, shield=True):  # it is there, unless it has gone again
+                tasks.start_soon(serve_one, await listener.accept())
+        except OSError as exc:
+            _log.warning("cannot accept a peer", extra={"why": str(exc)})
+            await anyio.sleep(ACCEPT_AGAIN_S)  # the back-off, at its cap
 
 
 async def _serve_one(

@@ -24,7 +24,8 @@ class LeasedConnection:
     """Either end of a connection that lasts: from the handshake to the loss of the peer.
 
     It takes over `connection`; `run`, which the owner starts in its task group, closes it. The owner calls
-    `receive` from one task until that raises; any task of the loop may post. Leaving the context aborts.
+    `receive` from one task until that raises; any task of the loop may post. Leaving the context aborts and
+    closes.
     """
 
     def __init__(self, connection: Connection, heartbeat_s: float) -> None:
@@ -146,3 +147,4 @@ class LeasedConnection:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort("this side has left")
+        await self._connection.aclose()  # `run` may never have begun

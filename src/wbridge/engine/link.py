@@ -63,7 +63,11 @@ class EngineLink:
             return
         with anyio.move_on_after(HANDSHAKE_S, shield=True):
             connection = await connect_tcp(address, secret=self._secret)
-            await connection.send(Introduce(self._worker, epoch))
+            try:
+                await connection.send(Introduce(self._worker, epoch))
+            except BaseException:  # whatever it is, nothing stays open; raised again
+                await connection.aclose()
+                raise
             tasks.start_soon(self._attend, 0, self._adopt(0, connection))
             return
         raise PeerLost(f"{self._worker}: the leader of this engine does not answer at {address}")
@@ -104,7 +108,7 @@ class EngineLink:
         return lease
 
     async def _attend(self, rank: int, lease: LeasedConnection) -> None:
-        async with anyio.create_task_group() as tasks, lease:
+        async with lease, anyio.create_task_group() as tasks:
             tasks.start_soon(lease.run)
             try:
                 while True:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import pickle  # noqa: TID251 the attack, not a use
+import resource
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -52,6 +54,34 @@ async def echo(peer: Connection) -> None:
 
 async def untouched(peer: Connection) -> None:
     raise AssertionError("a stranger reached the handler")
+
+
+async def test_a_listener_without_descriptors_waits_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = anyio.Event()
+    monkeypatch.setattr(connection._log, "warning", lambda *_, **__: refused.set())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(echo) as address:
+        with socket.socket() as peer:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (peer.fileno() + 1, hard))
+            try:
+                full = [os.dup(peer.fileno()) for _ in iter(_has_room, False)]
+                peer.connect(split_address(address))
+                await refused.wait()
+                for descriptor in full:
+                    os.close(descriptor)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        async with await connect_tcp(address, secret=SECRET) as friend:
+            await friend.send(Bye())
+            assert await friend.receive() == Bye()
+
+
+def _has_room() -> bool:
+    try:
+        os.close(os.dup(0))
+    except OSError:
+        return False
+    return True
 
 
 async def test_messages_arrive_in_order() -> None:

@@ -57,6 +57,14 @@ async def test_posts_arrive_in_order_and_finish_sends_them_all() -> None:
             await lease.receive()
 
 
+async def test_leaving_the_context_closes_a_connection_that_was_never_run() -> None:
+    async with pair() as (near, far):
+        async with LeasedConnection(near, IDLE_S):
+            pass
+        with pytest.raises(PeerLost):
+            await far.receive()
+
+
 async def test_an_idle_side_renews_the_lease_and_heartbeats_are_invisible() -> None:
     async with pair() as (near, far), anyio.create_task_group() as tasks:
         lease = LeasedConnection(near, 0.01)
