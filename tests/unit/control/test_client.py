@@ -93,7 +93,7 @@ async def test_a_listener_that_says_nothing_does_not_stop_us(monkeypatch: pytest
         tasks.start_soon(listener.serve, say_nothing)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
         with pytest.raises(BarrierTimeout, match="did not answer") as caught:
-            await connect(TcpRendezvous("127.0.0.1", port), limit_s=0.1)
+            await connect(TcpRendezvous("127.0.0.1", port), limit_s=0.5)
         assert caught.value.missing == ("coordinator",)
         tasks.cancel_scope.cancel()
 
