@@ -14,9 +14,11 @@ from tests.unit.plan.world import (
     Box,
     MapBuilder,
     box_region,
+    egress,
     elements,
     execute,
     expected,
+    groups_of,
     rollout,
     row_major,
     rows,
@@ -27,12 +29,8 @@ from wbridge.ids import WorkerId
 from wbridge.layout.dtype import itemsize, wire_dtype
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import SourceMap
-from wbridge.plan.balance import balance
 from wbridge.plan.build import build_plan
-from wbridge.plan.dedupe import find_portions
-from wbridge.plan.demand import find_demand
 from wbridge.plan.explain import explain
-from wbridge.plan.geometry import Geometry
 
 Job = tuple[dict[WorkerId, SourceMap], dict[WorkerId, str], Config]
 
@@ -139,8 +137,8 @@ def test_every_needed_element_arrives_exactly_once(job: Job) -> None:
 def test_nothing_travels_that_is_not_needed_and_explain_agrees(job: Job) -> None:
     maps, hosts, config = job
     plan = build_plan(maps, hosts, config)
-    sent = sum(piece.nbytes for group in plan.groups for piece in group.pieces)
-    explanation = explain(plan, maps, hosts, config)
+    sent = sum(piece.nbytes for group in groups_of(plan) for piece in group.pieces)
+    explanation = explain(plan, config)
     assert sent == explanation.sent_nbytes == explanation.needed_nbytes
     assert sum(explanation.egress_nbytes.values()) == sum(explanation.ingress_nbytes.values()) == sent
     assert sum(link.nbytes for link in explanation.links) == sent
@@ -150,7 +148,7 @@ def test_nothing_travels_that_is_not_needed_and_explain_agrees(job: Job) -> None
 @given(jobs())
 def test_groups_respect_the_slot_and_align_every_transfer(job: Job) -> None:
     maps, hosts, config = job
-    for group in build_plan(maps, hosts, config).groups:
+    for group in groups_of(build_plan(maps, hosts, config)):
         padding = group.nbytes - sum(piece.nbytes for piece in group.pieces)
         assert group.nbytes <= config.slot_nbytes
         assert 0 <= padding < 8 * len(group.pieces)
@@ -182,21 +180,16 @@ def test_the_plan_does_not_depend_on_the_order_of_its_input(job: Job, shuffler: 
 @given(jobs())
 def test_the_most_loaded_trainer_sends_about_the_least_possible(job: Job) -> None:
     maps, hosts, config = job
-    geometry = Geometry()
-    portions = find_portions(find_demand(maps, config), geometry)
-    loads: dict[WorkerId, int] = {}
-    for shipment in balance(portions, hosts, slice_nbytes=1):
-        worker = shipment.source.holding.worker
-        nbytes = shipment.region.num_elements * itemsize(shipment.portion.wire_dtype)
-        loads[worker] = loads.get(worker, 0) + nbytes
-    shared = [portion for portion in portions if len(portion.owners) > 1]
-    # Portions are cut along one loop only, and each receiver's part is rounded by itself.
-    indivisible: dict[tuple[object, object], int] = {}
-    for portion in shared:
-        key = (portion.owners, portion.need.receiver)
-        row = portion.nbytes // max(portion.region.extents, default=1)
-        indivisible[key] = max(row, indivisible.get(key, 0))
-    slack = 2 * sum(indivisible.values())
+    plan = build_plan(maps, hosts, config)
+    loads = egress(plan)
+    # A cell is divided in whole blocks, and the parts of each kind of receiver are rounded by themselves.
+    slack = 0
+    for planned in plan.classes:
+        for cell in planned.cells:
+            if len(cell.owners) > 1:
+                slack += (
+                    2 * cell.nbytes * sum(1 for table, _ in cell.needed for k in plan.table_of if k == table)
+                )
     assert max(loads.values(), default=0) <= _least_maximum(maps) + slack + 1
 
 

@@ -13,7 +13,8 @@ from wbridge.control.messages import EpochStart, Peer
 from wbridge.errors import InternalError, ProtocolError
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.build import build_plan
-from wbridge.plan.types import WorkerPlan, slice_for
+from wbridge.plan.expand import Expansion
+from wbridge.plan.types import WorkerPlan
 
 
 class Roster(msgspec.Struct, frozen=True):
@@ -41,7 +42,8 @@ def build_slices(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str],
         PlanError, LayoutError, CoverageError: as `build_plan`.
     """
     plan = build_plan({worker: joined.source_map for worker, joined in maps.items()}, hosts, config)
-    slices = {worker: slice_for(plan, worker) for worker in maps}
+    expansion = Expansion(plan)
+    slices = {worker: expansion.slice_for(worker) for worker in maps}
     return Slices(
         plans={worker: msgspec.msgpack.encode(piece) for worker, piece in slices.items()},
         partners={worker: tuple(sorted(set(_partners(piece, maps)))) for worker, piece in slices.items()},

@@ -1,154 +1,185 @@
-"""The balance pass: which holder sends what, so that the most loaded trainer sends the least."""
+"""The balance pass: which holder sends what, so that the most loaded link sends the least."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
-import msgspec
-
-from wbridge.ids import WorkerId
-from wbridge.layout.region import Region
-from wbridge.plan.dedupe import Portion, Source
-from wbridge.plan.geometry import cut
+from wbridge.config import Config
+from wbridge.layout.dtype import itemsize
+from wbridge.plan.cells import Cell
+from wbridge.plan.classes import Members, Place
+from wbridge.plan.geometry import Geometry
+from wbridge.plan.level import level
+from wbridge.plan.topology import Links
+from wbridge.plan.types import PlannedCell
 
 SLICE_NBYTES = 64 * 2**10
-"""Portions are divided among their owners in slices of at least this many bytes."""
+"""Tensors are divided among their owners in blocks of at least this many bytes."""
 
-Owners = tuple[WorkerId, ...]
+CHUNKS_PER_SLOT = 4
+"""Blocks are at most this part of a slot, so a closed group leaves little of it empty."""
 
+FINE = 0.01
+"""A tensor need not be divided further when the owners' parts miss their quotas by less than this."""
 
-class Shipment(msgspec.Struct, frozen=True, gc=False):
-    """A portion, or a slice of one, with the source that sends it."""
+Owners = tuple[int, ...]
+"""Trainers that hold the same elements, by the index of the worker."""
 
-    portion: Portion
-    region: Region
-    source: Source
-
-
-def balance(
-    portions: Sequence[Portion], hosts: Mapping[WorkerId, str], *, slice_nbytes: int = SLICE_NBYTES
-) -> tuple[Shipment, ...]:
-    """Give every portion to one of its owners, or slices of it to several.
-
-    The bytes per trainer become as equal as the holdings allow; among plans with those totals,
-    owners on the receiver's host come first.
-    """
-    totals: dict[Owners, dict[WorkerId, int]] = {}
-    for portion in portions:
-        receivers = totals.setdefault(portion.owners, {})
-        receiver = portion.need.receiver
-        receivers[receiver] = receivers.get(receiver, 0) + portion.nbytes
-    flows = level({owners: sum(receivers.values()) for owners, receivers in totals.items()})
-    ledgers: dict[tuple[Owners, WorkerId], _Ledger] = {}
-    for owners in sorted(totals):
-        for receiver, quotas in _place(totals[owners], owners, flows[owners], hosts).items():
-            ledgers[owners, receiver] = _Ledger(quotas, totals[owners][receiver])
-    shipments: list[Shipment] = []
-    for portion in portions:
-        if len(portion.sources) == 1:
-            shipments.append(Shipment(portion=portion, region=portion.region, source=portion.sources[0]))
-        else:
-            shipments += ledgers[portion.owners, portion.need.receiver].ship(portion, slice_nbytes)
-    return tuple(shipments)
+ANYWHERE = ""
+"""The receivers on hosts without trainers, to which every owner is equally near."""
 
 
-def level(totals: Mapping[Owners, int], *, num_rounds: int = 200) -> dict[Owners, list[float]]:
-    """Divide the bytes of each set of owners among its members so that the loads are most equal.
+class Balance:
+    """Divides the cells of a plan, given in order, among their owners."""
 
-    Filling one set at a time up to a common level, in turn, lowers the sum of squared loads and
-    reaches its minimum, which has the least possible maximum.
-    """
-    flows = {owners: [0.0] * len(owners) for owners in totals}
-    loads = {worker: 0.0 for owners in totals for worker in owners}
-    order = sorted(totals, key=lambda owners: (len(owners), owners))
-    for _ in range(num_rounds):
-        moved = 0.0
-        for owners in order:
-            before = flows[owners]
-            base = [loads[worker] - flow for worker, flow in zip(owners, before, strict=True)]
-            after = _fill(base, totals[owners])
-            for worker, low, flow, old in zip(owners, base, after, before, strict=True):
-                loads[worker] = low + flow
-                moved = max(moved, abs(flow - old))
-            flows[owners] = after
-        if moved < 1:
-            break
+    def __init__(
+        self,
+        cells: Sequence[tuple[int, Cell]],
+        members: Members,
+        hosts: Sequence[str],
+        links: Links,
+    ) -> None:
+        """`cells` with the number of tensors of each."""
+        self._hosts = hosts
+        self._trainers = members.of_table("trainer")
+        self._rollouts = members.of_table("rollout")
+        self._near = {hosts[k] for own in self._trainers for k in own}
+        self._owners: dict[tuple[Place, ...], Owners] = {}
+        self._receivers: dict[tuple[Place, ...], dict[str, int]] = {}
+        totals: dict[Owners, dict[str, float]] = {}
+        for num_tensors, cell in cells:
+            amounts = totals.setdefault(self.owners(cell), {})
+            for host, count in self._counted(cell).items():
+                amounts[host] = amounts.get(host, 0) + num_tensors * cell.nbytes * count
+        self._ledgers: dict[tuple[Owners, str], _Ledger] = {}
+        for owners, flow in _flows({o: sum(t.values()) for o, t in totals.items()}, links).items():
+            for host, quotas in _place(totals[owners], owners, flow, hosts).items():
+                self._ledgers[owners, host] = _Ledger(quotas, totals[owners][host])
+
+    def owners(self, cell: Cell) -> Owners:
+        if cell.held not in self._owners:
+            found = sorted(index for table, _ in cell.held for index in self._trainers[table])
+            self._owners[cell.held] = tuple(found)
+        return self._owners[cell.held]
+
+    def _counted(self, cell: Cell) -> Mapping[str, int]:
+        """Return how often a cell is sent, by where to."""
+        if cell.needed not in self._receivers:
+            counts: dict[str, int] = {}
+            for table, _ in cell.needed:
+                for index in self._rollouts[table]:
+                    near = self._hosts[index] if self._hosts[index] in self._near else ANYWHERE
+                    counts[near] = counts.get(near, 0) + 1
+            self._receivers[cell.needed] = counts
+        return self._receivers[cell.needed]
+
+    def divide(self, num_tensors: int, cell: Cell, geometry: Geometry, config: Config) -> PlannedCell:
+        """Say which owner sends which part of a cell; to be called for each cell in turn."""
+        owners = self.owners(cell)
+        ledgers = {host: self._ledgers[owners, host] for host in sorted(self._counted(cell))}
+        num_blocks, max_elements = 1, 1
+        for max_elements in _block_sizes(cell, num_tensors, len(owners), config):
+            num_blocks = len(geometry.blocks(cell.region, max_elements))
+            if all(ledger.is_fine(num_tensors * num_blocks) for ledger in ledgers.values()):
+                break
+        num_units = num_tensors * num_blocks
+        counts = {host: ledger.ship(num_units, num_tensors * cell.nbytes) for host, ledger in ledgers.items()}
+        return PlannedCell(
+            region=cell.region,
+            wire_dtype=cell.wire_dtype,
+            held=cell.held,
+            needed=cell.needed,
+            num_blocks=num_blocks,
+            max_elements=max_elements,
+            owners=owners,
+            counts=counts,
+        )
+
+
+def _block_sizes(cell: Cell, num_tensors: int, num_owners: int, config: Config) -> Iterator[int]:
+    """Yield ever smaller blocks, in elements: first the largest that travel well."""
+    num_elements = cell.region.num_elements
+    largest = max(1, config.slot_nbytes // CHUNKS_PER_SLOT // itemsize(cell.wire_dtype))
+    least = -(-num_elements // largest)
+    yield -(-num_elements // least)
+    most = max(least, min(num_elements, cell.nbytes // SLICE_NBYTES))
+    step = num_owners // math.gcd(num_tensors, num_owners)
+    wanted = -(-least // step) * step
+    while wanted < most:
+        yield -(-num_elements // wanted)
+        wanted *= 2
+    yield -(-num_elements // most)
+
+
+def _flows(totals: Mapping[Owners, float], links: Links) -> dict[Owners, list[float]]:
+    """Divide the bytes of each set of owners so that their links are busy equally long."""
+    amounts: dict[tuple[int, ...], float] = {}
+    for owners, nbytes in totals.items():
+        own = tuple(sorted({links.of_worker[k] for k in owners}))
+        amounts[own] = amounts.get(own, 0.0) + nbytes
+    parts = level(amounts, [nic.egress_gb_s for nic in links.nics])
+    flows: dict[Owners, list[float]] = {}
+    for owners, nbytes in totals.items():
+        of_owner = [links.of_worker[k] for k in owners]
+        own = tuple(sorted(set(of_owner)))
+        of_link = dict(zip(own, parts[own], strict=True))
+        share = nbytes / amounts[own] if amounts[own] else 0.0
+        flows[owners] = [of_link[link] * share / of_owner.count(link) for link in of_owner]
     return flows
 
 
-def _fill(base: Sequence[float], amount: float) -> list[float]:
-    """Pour `amount` over columns that stand at `base`; return what lands on each."""
-    heights = sorted(base)
-    poured, surface = 0.0, heights[0]
-    for count, height in enumerate(heights[1:], start=1):
-        step = (height - surface) * count
-        if poured + step >= amount:
-            break
-        poured, surface = poured + step, height
-    else:
-        count = len(heights)
-    surface += (amount - poured) / count
-    return [max(0.0, surface - height) for height in base]
-
-
 def _place(
-    receivers: Mapping[WorkerId, int], owners: Owners, flow: Sequence[float], hosts: Mapping[WorkerId, str]
-) -> dict[WorkerId, list[float]]:
-    """Divide each owner's flow among the receivers: first those on its host, then the others."""
+    amounts: Mapping[str, float], owners: Owners, flow: Sequence[float], hosts: Sequence[str]
+) -> dict[str, list[float]]:
+    """Divide each owner's flow among the receivers' hosts: first its own, then the others."""
     left = list(flow)
-    quotas = {receiver: [0.0] * len(owners) for receiver in receivers}
-    wanted: dict[WorkerId, float] = {}
-    for receiver in sorted(receivers):
-        local = [k for k, owner in enumerate(owners) if hosts[owner] == hosts[receiver]]
+    quotas = {host: [0.0] * len(owners) for host in amounts}
+    wanted: dict[str, float] = {}
+    for host in sorted(amounts):
+        local = [k for k, owner in enumerate(owners) if hosts[owner] == host]
         available = sum(left[k] for k in local)
-        taken = min(float(receivers[receiver]), available)
+        taken = min(amounts[host], available)
         for k in local:
             share = taken * left[k] / available if available else 0.0
-            quotas[receiver][k] = share
+            quotas[host][k] = share
             left[k] -= share
-        wanted[receiver] = receivers[receiver] - taken
+        wanted[host] = amounts[host] - taken
     available = sum(left)
-    for receiver, amount in wanted.items():
+    for host, amount in wanted.items():
         for k in range(len(owners)):
-            quotas[receiver][k] += amount * left[k] / available if available > 0 else 0.0
+            quotas[host][k] += amount * left[k] / available if available > 0 else 0.0
     return quotas
 
 
 class _Ledger:
-    """What one receiver gets from one set of owners: keeps each owner's part near its quota all along."""
+    """What some receivers get from one set of owners: keeps each owner's part near its quota all along."""
 
-    def __init__(self, quotas: Sequence[float], total: int) -> None:
+    def __init__(self, quotas: Sequence[float], total: float) -> None:
         self._ratios = [quota / total for quota in quotas] if total else [0.0] * len(quotas)
         self._seen = 0
-        self._given = [0] * len(quotas)
+        self._given = [0.0] * len(quotas)
 
-    def ship(self, portion: Portion, slice_nbytes: int) -> list[Shipment]:
-        self._seen += portion.nbytes
+    def is_fine(self, num_units: int) -> bool:
+        """Whether this many equal units come near enough to the quotas."""
+        if len(self._ratios) == 1:
+            return True
+        counts = _whole_units(self._ratios, num_units)
+        slack = FINE * num_units * max(self._ratios)
+        return all(
+            abs(ratio * num_units - count) <= slack for ratio, count in zip(self._ratios, counts, strict=True)
+        )
+
+    def ship(self, num_units: int, nbytes: int) -> tuple[int, ...]:
+        """Return how many of the units of a cell each owner sends."""
+        if len(self._ratios) == 1:
+            return (num_units,)
+        self._seen += nbytes
         due = [ratio * self._seen - given for ratio, given in zip(self._ratios, self._given, strict=True)]
-        num_units = max(1, portion.nbytes // slice_nbytes)
-        loop = _cut_loop(portion.region, num_units)
-        extent = portion.region.extents[loop] if loop >= 0 else 1
-        rows_per_unit = -(-extent // min(num_units, extent))
-        num_units = -(-extent // rows_per_unit)
-        shipments: list[Shipment] = []
-        start = 0
-        for k, count in enumerate(_whole_units(due, num_units)):
-            stop = min(extent, start + count * rows_per_unit)
-            if start == stop:
-                continue
-            whole = stop - start == extent
-            region = portion.region if whole else cut(portion.region, loop, start, stop)
-            self._given[k] += portion.nbytes * (stop - start) // extent
-            shipments.append(Shipment(portion=portion, region=region, source=portion.sources[k]))
-            start = stop
-        return shipments
-
-
-def _cut_loop(region: Region, num_units: int) -> int:
-    """Return the loop to cut into `num_units`: long enough if there is one, and the outermost of those."""
-    source = region.source.strides
-    order = range(len(region.extents))
-    return max(order, key=lambda k: (min(region.extents[k], num_units), abs(source[k]), -k), default=-1)
+        counts = _whole_units(due, num_units)
+        for k, count in enumerate(counts):
+            self._given[k] += nbytes * count / num_units
+        return tuple(counts)
 
 
 def _whole_units(due: Sequence[float], num_units: int) -> list[int]:
@@ -158,8 +189,16 @@ def _whole_units(due: Sequence[float], num_units: int) -> list[int]:
     if total <= 0:
         return [num_units] + [0] * (len(due) - 1)
     exact = [amount * num_units / total for amount in positive]
-    counts = [int(amount) for amount in exact]
-    by_remainder = sorted(range(len(due)), key=lambda k: (counts[k] - exact[k], k))
+    counts = [int(amount + 1e-9) for amount in exact]
+    by_remainder = sorted(range(len(due)), key=lambda k: (round(counts[k] - exact[k], 9), k))
     for k in by_remainder[: num_units - sum(counts)]:
         counts[k] += 1
     return counts
+
+
+def spread(counts: Sequence[int]) -> list[int]:
+    """Return the turn of each unit: index k `counts[k]` times, as evenly spaced as possible."""
+    if len(counts) == 1:
+        return [0] * counts[0]
+    turns = [((2 * i + 1) / count, k) for k, count in enumerate(counts) for i in range(count)]
+    return [k for _, k in sorted(turns)]

@@ -11,16 +11,25 @@ from wbridge.config import Config
 from wbridge.errors import PlanError
 from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
-from wbridge.plan.balance import balance
+from wbridge.plan.balance import Balance
+from wbridge.plan.cells import find_cells
 from wbridge.plan.checks import check
-from wbridge.plan.dedupe import find_portions
-from wbridge.plan.demand import find_demand
+from wbridge.plan.classes import find_classes, find_members
 from wbridge.plan.geometry import Geometry
-from wbridge.plan.schedule import schedule
-from wbridge.plan.types import Group, Plan
+from wbridge.plan.schedule import ALIGNMENT
+from wbridge.plan.tables import MapTable, tabulate
+from wbridge.plan.topology import Topology, find_links, hosts_of
+from wbridge.plan.types import Plan, PlannedClass
+
+ANY_TOPOLOGY = Topology()
 
 
-def build_plan(maps: Mapping[WorkerId, SourceMap], hosts: Mapping[WorkerId, str], config: Config) -> Plan:
+def build_plan(
+    maps: Mapping[WorkerId, SourceMap],
+    hosts: Mapping[WorkerId, str],
+    config: Config,
+    topology: Topology = ANY_TOPOLOGY,
+) -> Plan:
     """Decide who sends which region to whom; the same input in any order gives the same plan.
 
     `hosts` names the host of every worker: workers with equal names share memory.
@@ -30,23 +39,50 @@ def build_plan(maps: Mapping[WorkerId, SourceMap], hosts: Mapping[WorkerId, str]
         LayoutError: workers disagree on a tensor's shape, or on dtypes that cannot be cast.
         CoverageError: trainers hold a needed tensor only in part.
     """
-    if homeless := sorted(worker for worker in maps if worker not in hosts):
-        raise PlanError(
-            f"{homeless[0]} and {len(homeless) - 1} other workers have no host; pass one for each"
-        )
-    geometry = Geometry()
-    demand = find_demand(maps, config)
-    shipments = balance(find_portions(demand, geometry), hosts)
-    atomic = {
-        worker: [*source_map.atomic, *(target.tensors for target in source_map.opaque)]
-        for worker, source_map in maps.items()
+    tables = {
+        id(source_map): tabulate(source_map) for source_map in {id(m): m for m in maps.values()}.values()
     }
-    groups = schedule(shipments, config, geometry, atomic=atomic)
-    workers = tuple(sorted(maps))
-    plan = Plan(workers=workers, groups=groups, fingerprint=_fingerprint(workers, groups))
-    check(plan, demand, config)
+    return plan_tables({worker: tables[id(maps[worker])] for worker in maps}, hosts, config, topology)
+
+
+def plan_tables(
+    tables: Mapping[WorkerId, MapTable],
+    hosts: Mapping[WorkerId, str],
+    config: Config,
+    topology: Topology = ANY_TOPOLOGY,
+) -> Plan:
+    """As `build_plan`, for maps in which equal layouts are written once."""
+    if config.slot_nbytes < ALIGNMENT:
+        raise PlanError(f"slot_nbytes = {config.slot_nbytes}: raise it to at least {ALIGNMENT} bytes")
+    members = find_members(tables)
+    placed = hosts_of(members.workers, hosts)
+    found = find_classes(members, config.include)
+    geometry = Geometry()
+    cells = [(c, find_cells(c, members, geometry)) for c in found.classes]
+    balance = Balance(
+        [(len(c.tensors), cell) for c, own in cells for cell in own],
+        members,
+        placed,
+        find_links(members.workers, placed, topology),
+    )
+    classes = tuple(
+        PlannedClass(c.tensors, tuple(balance.divide(len(c.tensors), cell, geometry, config) for cell in own))
+        for c, own in cells
+    )
+    plan = Plan(
+        workers=members.workers,
+        hosts=placed,
+        tables=members.tables,
+        table_of=members.table_of,
+        classes=classes,
+        num_unused_tensors=found.num_unused,
+        slot_nbytes=config.slot_nbytes,
+        fingerprint="",
+    )
+    plan = msgspec.structs.replace(plan, fingerprint=_fingerprint(plan))
+    check(plan, geometry)
     return plan
 
 
-def _fingerprint(workers: tuple[WorkerId, ...], groups: tuple[Group, ...]) -> str:
-    return hashlib.sha256(msgspec.msgpack.encode((workers, groups))).hexdigest()
+def _fingerprint(plan: Plan) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(plan)).hexdigest()

@@ -4,47 +4,55 @@ from __future__ import annotations
 
 import math
 
-from wbridge.config import Config
 from wbridge.errors import InternalError
-from wbridge.ids import WorkerId
 from wbridge.layout.dtype import itemsize
-from wbridge.plan.demand import Demand
-from wbridge.plan.types import Group, Plan, Transfer
-
-_Elements = dict[WorkerId, dict[tuple[str, str], int]]
-"""Elements by receiver and (parameter, tensor)."""
+from wbridge.plan.classes import needed_region
+from wbridge.plan.geometry import Geometry, at_origin, distinct
+from wbridge.plan.types import Group, Plan, PlannedCell, Transfer
 
 
-def check(plan: Plan, demand: Demand, config: Config) -> None:
-    """Check that every needed element is delivered once, through groups that fit their slots.
+def check(plan: Plan, geometry: Geometry) -> None:
+    """Check for each class that every needed element is delivered once, in blocks that owners divide.
 
     Raises:
-        InternalError: the plan breaks its contract; the message names the receiver and the numbers.
+        InternalError: the plan breaks its contract; the message names the tensor and the numbers.
     """
-    next_index: dict[WorkerId, int] = {}
-    delivered: _Elements = {}
-    for group in plan.groups:
-        _require(group.index == next_index.get(group.receiver, 0), group, "is out of order")
-        next_index[group.receiver] = group.index + 1
-        _require(group.nbytes <= config.slot_nbytes, group, f"exceeds slot_nbytes = {config.slot_nbytes}")
-        _check_pieces(group)
-        own = delivered.setdefault(group.receiver, {})
-        for piece in group.pieces:
-            for transfer in piece.transfers:
-                pair = (transfer.target_parameter, transfer.tensor)
-                own[pair] = own.get(pair, 0) + math.prod(transfer.extents)
-    needed: _Elements = {}
-    for need in demand.needs:
-        own, pair = needed.setdefault(need.receiver, {}), (need.parameter, need.tensor)
-        repeats = math.prod(extent for extent, _ in need.repeats)
-        own[pair] = own.get(pair, 0) + need.region.num_elements * repeats
-    if delivered != needed:
-        raise InternalError(
-            f"plan {plan.fingerprint[:12]} {_difference(delivered, needed)}; please report it"
-        )
+    for planned in plan.classes:
+        delivered: dict[tuple[int, int], int] = {}
+        for cell in planned.cells:
+            _check_counts(plan, planned.tensors, cell)
+            for place in cell.needed:
+                row = plan.tables[place[0]].rows[place[1]]
+                repeats = math.prod(extent for extent, _ in distinct(row.region)[1])
+                overlaps = geometry.overlaps(cell.region, at_origin(needed_region(row)))
+                got = sum(math.prod(overlap.extents) for overlap in overlaps) * repeats
+                delivered[place] = delivered.get(place, 0) + got
+        for (table, number), got in delivered.items():
+            row = plan.tables[table].rows[number]
+            if got != row.region.num_elements:
+                raise InternalError(
+                    f"plan {plan.fingerprint[:12]} delivers {got} elements of {planned.tensors[0]!r} to row"
+                    f" {number} of table {table}, which needs {row.region.num_elements}; please report it"
+                )
 
 
-def _check_pieces(group: Group) -> None:
+def _check_counts(plan: Plan, tensors: tuple[str, ...], cell: PlannedCell) -> None:
+    num_units = len(tensors) * cell.num_blocks
+    for host, counts in cell.counts.items():
+        if sum(counts) != num_units or len(counts) != len(cell.owners) or min(counts) < 0:
+            raise InternalError(
+                f"plan {plan.fingerprint[:12]} divides {num_units} blocks of {tensors[0]!r} for host {host!r}"
+                f" into {counts}; please report it"
+            )
+
+
+def check_group(group: Group, slot_nbytes: int) -> None:
+    """Check that a group fits its slot and that its pieces have neither gaps nor overlaps.
+
+    Raises:
+        InternalError: it does not; the message names the receiver and the numbers.
+    """
+    _require(group.nbytes <= slot_nbytes, group, f"exceeds slot_nbytes = {slot_nbytes}")
     end = 0
     for piece in group.pieces:
         _require(piece.offset >= end, group, f"has overlapping pieces at byte {piece.offset}")
@@ -66,19 +74,6 @@ def wire_elements(transfer: Transfer) -> int:
     if 0 not in strides:
         return math.prod(transfer.extents)
     return math.prod(n for n, s in zip(transfer.extents, strides, strict=True) if s)
-
-
-def _difference(delivered: _Elements, needed: _Elements) -> str:
-    for receiver in sorted(delivered.keys() | needed.keys()):
-        got, wanted = delivered.get(receiver, {}), needed.get(receiver, {})
-        for parameter, tensor in sorted(got.keys() | wanted.keys()):
-            pair = (parameter, tensor)
-            if got.get(pair) != wanted.get(pair):
-                return (
-                    f"delivers {got.get(pair, 0)} elements of {tensor!r} to {parameter!r} of {receiver},"
-                    f" which needs {wanted.get(pair, 0)}"
-                )
-    return "delivers what is needed"
 
 
 def _require(condition: object, group: Group, problem: str) -> None:

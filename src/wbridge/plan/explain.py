@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 import msgspec
 
 from wbridge.config import Config
-from wbridge.ids import WorkerId
-from wbridge.layout.dtype import itemsize, wire_dtype
-from wbridge.layout.region import Region
-from wbridge.layout.source_map import SourceMap
-from wbridge.plan.checks import wire_elements
-from wbridge.plan.demand import Demand, find_demand
+from wbridge.layout.dtype import itemsize
+from wbridge.plan.bound import Bound, lower_bound
+from wbridge.plan.build import ANY_TOPOLOGY
+from wbridge.plan.expand import Expansion
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.schedule import ring_slots
-from wbridge.plan.types import Group, Plan
+from wbridge.plan.topology import Topology, find_links
+from wbridge.plan.traffic import LinkLoad, find_traffic, link_loads
+from wbridge.plan.types import Plan
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -61,31 +59,6 @@ class SlotMemory(msgspec.Struct, frozen=True):
     """With pinned staging: bytes that can only move while the engine is parked, since its ring is full."""
 
 
-class LowerBound(msgspec.Struct, frozen=True):
-    """The least bytes on the busiest of links with equal bandwidth, and the four reasons for it.
-
-    A link is a trainer's egress or a rollout host's ingress; those inside a host count like the others.
-    """
-
-    shared_egress_nbytes: int
-    """One copy of what is needed, divided among all trainers."""
-    sole_holder_nbytes: int
-    """What the trainer that is the only holder of most must send."""
-    host_ingress_nbytes: int
-    """What the rollout host with the largest need must receive."""
-    relay_egress_nbytes: int
-    """What rollout hosts must pass on to each other when trainers send one copy."""
-
-    @property
-    def nbytes(self) -> int:
-        return max(
-            self.shared_egress_nbytes,
-            self.sole_holder_nbytes,
-            self.host_ingress_nbytes,
-            self.relay_egress_nbytes,
-        )
-
-
 class Explanation(msgspec.Struct, frozen=True):
     """Bytes per link, memory per worker, and the distance to the lower bound; encode it with msgspec."""
 
@@ -107,11 +80,14 @@ class Explanation(msgspec.Struct, frozen=True):
     """Distinct checkpoint elements that any rollout needs: one copy."""
     sent_nbytes: int
     copies_sent: float
-    busiest_nbytes: int
-    bound: LowerBound
-    bound_nbytes: int
+    loads: tuple[LinkLoad, ...]
+    """Of each direction of each link; bytes inside a host count like the others."""
+    busiest_s: float
+    bound: Bound
     ratio: float
-    """Bytes on the busiest link over the lower bound."""
+    """Seconds of the busiest link over the least that any plan needs, with rollouts that pass bytes on."""
+    direct_ratio: float
+    """The same over the least of plans in which trainers serve every rollout themselves."""
 
     def to_text(self) -> str:
         """Return the explanation as lines for a terminal."""
@@ -120,8 +96,13 @@ class Explanation(msgspec.Struct, frozen=True):
             f" {self.num_unused_tensors} tensors of the trainers are not needed",
             f"needed {_size(self.needed_nbytes)}, sent {_size(self.sent_nbytes)},"
             f" {self.copies_sent:.2f} copies of {_size(self.model_nbytes)}",
-            f"busiest link {_size(self.busiest_nbytes)}, lower bound {_size(self.bound_nbytes)},"
-            f" ratio {self.ratio:.2f}",
+            f"busiest link {_time(self.busiest_s)}, lower bound {_time(self.bound.relayed_s)}, ratio"
+            f" {self.ratio:.3f}; {_time(self.bound.direct_s)}, ratio {self.direct_ratio:.3f}, without relays",
+        ]
+        lines += [
+            f"load     {load.link:<32} {load.direction:<8} {_size(load.nbytes):>12} at {load.gb_s:g} GB/s"
+            f" {_time(load.seconds):>10}, {load.seconds / self.bound.relayed_s:.3f} of the bound"
+            for load in self.loads
         ]
         lines += [f"egress   {name:<32} {_size(n):>12}" for name, n in self.egress_nbytes.items()]
         lines += [f"ingress  {name:<32} {_size(n):>12}" for name, n in self.ingress_nbytes.items()]
@@ -145,166 +126,114 @@ class Explanation(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
-def explain(
-    plan: Plan, maps: Mapping[WorkerId, SourceMap], hosts: Mapping[WorkerId, str], config: Config
-) -> Explanation:
-    """Measure `plan`, which `build_plan` made from the same arguments."""
-    demand, geometry = find_demand(maps, config), Geometry()
-    traffic = _Traffic(plan, maps)
-    trainers = [worker for worker in plan.workers if worker.role == "trainer"]
-    egress = {
-        str(worker): sum(n for (writer, _), n in traffic.links.items() if writer == worker)
-        for worker in trainers
-    }
-    ingress = {hosts[worker]: 0 for worker in sorted(plan.workers) if worker.role == "rollout"}
-    for (_, receiver), nbytes in traffic.links.items():
-        ingress[hosts[receiver]] += nbytes
-    model_nbytes, bound = _lower_bound(demand, hosts, len(trainers), geometry)
-    busiest = max((*egress.values(), *ingress.values()))
-    sent = sum(egress.values())
+def explain(plan: Plan, config: Config, topology: Topology = ANY_TOPOLOGY) -> Explanation:
+    """Measure `plan`, which `build_plan` made for this config and topology."""
+    geometry, expansion = Geometry(), Expansion(plan)
+    links = find_links(plan.workers, plan.hosts, topology)
+    traffic = find_traffic(plan, geometry)
+    copy_nbytes, bound = lower_bound(plan, links, geometry)
+    sent, got = traffic.egress(), traffic.ingress()
+    ingress = {plan.hosts[k]: 0 for k, worker in enumerate(plan.workers) if worker.role == "rollout"}
+    for receiver, nbytes in got.items():
+        ingress[plan.hosts[receiver]] += nbytes
+    loads = link_loads(traffic, links)
+    busiest_s = max((load.seconds for load in loads), default=0.0)
+    total = sum(sent.values())
+    names = [str(worker) for worker in plan.workers]
     return Explanation(
         fingerprint=plan.fingerprint,
-        num_tensors=len(demand.supplies),
-        num_unused_tensors=len(demand.unused),
-        num_transfers=traffic.num_transfers,
-        egress_nbytes=egress,
-        ingress_nbytes=ingress,
+        num_tensors=sum(len(planned.tensors) for planned in plan.classes),
+        num_unused_tensors=plan.num_unused_tensors,
+        num_transfers=sum(intake.num_transfers() * len(own) for own, intake in expansion.intakes()),
+        egress_nbytes={names[k]: sent.get(k, 0) for k, w in enumerate(plan.workers) if w.role == "trainer"},
+        ingress_nbytes=dict(sorted(ingress.items())),
         links=tuple(
-            Link(str(writer), str(receiver), nbytes, crosses_hosts=hosts[writer] != hosts[receiver])
-            for (writer, receiver), nbytes in sorted(traffic.links.items())
+            Link(names[writer], names[k], nbytes, crosses_hosts=plan.hosts[writer] != plan.hosts[k])
+            for (writer, k), nbytes in sorted(traffic.pairs.items())
         ),
         casts=tuple(Cast(*pair, nbytes) for pair, nbytes in sorted(traffic.casts.items())),
-        memory=tuple(_memory(worker, plan, maps[worker], demand, hosts, config) for worker in plan.workers),
-        needed_nbytes=sum(
-            need.region.num_elements * itemsize(wire_dtype(demand.supplies[need.tensor].dtype, need.dtype))
-            for need in demand.needs
-        ),
-        model_nbytes=model_nbytes,
-        sent_nbytes=sent,
-        copies_sent=sent / model_nbytes if model_nbytes else 0.0,
-        busiest_nbytes=busiest,
+        memory=_memory(plan, expansion, config),
+        needed_nbytes=total,
+        model_nbytes=copy_nbytes,
+        sent_nbytes=total,
+        copies_sent=total / copy_nbytes if copy_nbytes else 0.0,
+        loads=loads,
+        busiest_s=busiest_s,
         bound=bound,
-        bound_nbytes=bound.nbytes,
-        ratio=busiest / bound.nbytes if bound.nbytes else 1.0,
+        ratio=busiest_s / bound.relayed_s if bound.relayed_s else 1.0,
+        direct_ratio=busiest_s / bound.direct_s if bound.direct_s else 1.0,
     )
 
 
-class _Traffic:
-    """Bytes of a plan by link and by cast."""
+class _Sent:
+    """What one trainer puts into the slots of others."""
 
-    def __init__(self, plan: Plan, maps: Mapping[WorkerId, SourceMap]) -> None:
-        self.links: dict[tuple[WorkerId, WorkerId], int] = {}
-        self.casts: dict[tuple[str, str, str], int] = {}
-        self.num_transfers = 0
-        for group in plan.groups:
-            targets = maps[group.receiver].parameters
-            for piece in group.pieces:
-                link = (piece.writer, group.receiver)
-                self.links[link] = self.links.get(link, 0) + piece.nbytes
-                self.num_transfers += len(piece.transfers)
-                sources = maps[piece.writer].parameters
-                for transfer in piece.transfers:
-                    source = sources[transfer.source_parameter].dtype
-                    target = targets[transfer.target_parameter].dtype
-                    if source != target:
-                        pair = (source, target, transfer.wire_dtype)
-                        nbytes = wire_elements(transfer) * itemsize(transfer.wire_dtype)
-                        self.casts[pair] = self.casts.get(pair, 0) + nbytes
+    def __init__(self) -> None:
+        self.num_groups = self.nbytes = self.largest = 0
+        self.gathered: dict[int, int] = {}
+        """The largest piece for each receiver into whose memory the trainer cannot gather."""
 
 
-def _memory(
-    worker: WorkerId,
-    plan: Plan,
-    source_map: SourceMap,
-    demand: Demand,
-    hosts: Mapping[WorkerId, str],
-    config: Config,
-) -> SlotMemory:
-    lost_nbytes = 0
-    if worker.role == "rollout":
-        groups = plan.groups_into(worker)
-        slot_nbytes = max((group.nbytes for group in groups), default=0)
-        direct_slots = ring_slots(config, len(groups), "direct")
-        direct_nbytes = direct_slots * slot_nbytes
-        pinned_slots = ring_slots(config, len(groups), "pinned")
-        pinned_nbytes = pinned_slots * slot_nbytes
-        version_nbytes = sum(group.nbytes for group in groups)
-        lost_nbytes = sum(group.nbytes for group in groups[pinned_slots:])
-    else:
-        groups = plan.groups_from(worker)
-        version_nbytes = sum(p.nbytes for g in groups for p in g.pieces if p.writer == worker)
-        slot_nbytes = max((p.nbytes for g in groups for p in g.pieces if p.writer == worker), default=0)
-        largest = _largest_pieces(worker, groups, hosts)
-        direct_slots = config.local_slots * len(largest)
-        direct_nbytes = config.local_slots * sum(largest.values())
-        pinned_slots = config.snapshot_versions
-        pinned_nbytes = pinned_slots * sum(
-            mapped.region.num_elements * itemsize(source_map.parameters[mapped.parameter].dtype)
-            for mapped in source_map.mapped
-            if mapped.tensor in demand.supplies
+def _memory(plan: Plan, expansion: Expansion, config: Config) -> tuple[SlotMemory, ...]:
+    found: dict[int, SlotMemory] = {}
+    sent = {k: _Sent() for k, worker in enumerate(plan.workers) if worker.role == "trainer"}
+    for members, intake in expansion.intakes():
+        for k in members:
+            found[k] = _ring(str(plan.workers[k]), [group.nbytes for group in intake.groups], config)
+        for piece in (piece for group in intake.groups for piece in group.pieces):
+            own = sent[piece.writer]
+            own.num_groups += len(members)
+            own.nbytes += piece.nbytes * len(members)
+            own.largest = max(own.largest, piece.nbytes)
+            for k in members:
+                if plan.hosts[k] != plan.hosts[piece.writer]:
+                    own.gathered[k] = max(own.gathered.get(k, 0), piece.nbytes)
+    needed = {place: 0 for planned in plan.classes for cell in planned.cells for place in cell.held}
+    for planned in plan.classes:
+        for place in {place for cell in planned.cells for place in cell.held}:
+            needed[place] += len(planned.tensors)
+    shards: dict[int, int] = {}
+    for (table, number), num_tensors in needed.items():
+        row = plan.tables[table].rows[number]
+        nbytes = num_tensors * row.region.num_elements * itemsize(row.dtype)
+        shards[table] = shards.get(table, 0) + nbytes
+    for k, own in sent.items():
+        found[k] = SlotMemory(
+            worker=str(plan.workers[k]),
+            num_groups=own.num_groups,
+            slot_nbytes=own.largest,
+            direct_slots=config.local_slots * len(own.gathered),
+            direct_nbytes=config.local_slots * sum(own.gathered.values()),
+            pinned_slots=config.snapshot_versions,
+            pinned_nbytes=config.snapshot_versions * shards.get(plan.table_of[k], 0),
+            version_nbytes=own.nbytes,
+            pinned_share=1.0,
+            lost_overlap_nbytes=0,
         )
+    return tuple(found[k] for k in sorted(found))
+
+
+def _ring(worker: str, sizes: list[int], config: Config) -> SlotMemory:
+    slot_nbytes, version_nbytes = max(sizes, default=0), sum(sizes)
+    direct_slots = ring_slots(config, len(sizes), "direct")
+    pinned_slots = ring_slots(config, len(sizes), "pinned")
+    lost_nbytes = sum(sizes[pinned_slots:])
     return SlotMemory(
-        worker=str(worker),
-        num_groups=len(groups),
+        worker=worker,
+        num_groups=len(sizes),
         slot_nbytes=slot_nbytes,
         direct_slots=direct_slots,
-        direct_nbytes=direct_nbytes,
+        direct_nbytes=direct_slots * slot_nbytes,
         pinned_slots=pinned_slots,
-        pinned_nbytes=pinned_nbytes,
+        pinned_nbytes=pinned_slots * slot_nbytes,
         version_nbytes=version_nbytes,
         pinned_share=1 - lost_nbytes / version_nbytes if version_nbytes else 1.0,
         lost_overlap_nbytes=lost_nbytes,
     )
 
 
-def _largest_pieces(
-    writer: WorkerId, groups: Iterable[Group], hosts: Mapping[WorkerId, str]
-) -> dict[WorkerId, int]:
-    """Return the largest piece for each receiver into whose memory the writer cannot gather."""
-    largest: dict[WorkerId, int] = {}
-    for group in groups:
-        if hosts[group.receiver] != hosts[writer]:
-            nbytes = max(piece.nbytes for piece in group.pieces if piece.writer == writer)
-            largest[group.receiver] = max(largest.get(group.receiver, 0), nbytes)
-    return largest
-
-
-def _lower_bound(
-    demand: Demand, hosts: Mapping[WorkerId, str], num_trainers: int, geometry: Geometry
-) -> tuple[int, LowerBound]:
-    """Return the bytes of one copy and the bound; elements count in the narrowest dtype they travel in."""
-    regions: dict[str, dict[str, list[Region]]] = {}
-    width: dict[str, int] = {}
-    for need in demand.needs:
-        regions.setdefault(need.tensor, {}).setdefault(hosts[need.receiver], []).append(need.region)
-        wire = itemsize(wire_dtype(demand.supplies[need.tensor].dtype, need.dtype))
-        width[need.tensor] = min(wire, width.get(need.tensor, wire))
-    model_nbytes = 0
-    by_host: dict[str, int] = {}
-    by_sole_holder: dict[WorkerId, int] = {}
-    for tensor, wanted in regions.items():
-        for host, own in wanted.items():
-            by_host[host] = by_host.get(host, 0) + width[tensor] * _count(geometry.union(own))
-        distinct = geometry.union(region for own in wanted.values() for region in own)
-        model_nbytes += width[tensor] * _count(distinct)
-        supply = demand.supplies[tensor]
-        for cell in (cell for region in distinct for cell in geometry.cells(region, supply.regions)):
-            owners = {holding.worker for index in cell.holders for holding in supply.holdings[index]}
-            if len(owners) == 1:
-                owner = owners.pop()
-                nbytes = width[tensor] * cell.region.num_elements
-                by_sole_holder[owner] = by_sole_holder.get(owner, 0) + nbytes
-    num_hosts = max(1, len(by_host))
-    return model_nbytes, LowerBound(
-        shared_egress_nbytes=-(-model_nbytes // num_trainers),
-        sole_holder_nbytes=max(by_sole_holder.values(), default=0),
-        host_ingress_nbytes=max(by_host.values(), default=0),
-        relay_egress_nbytes=-(-(sum(by_host.values()) - model_nbytes) // num_hosts),
-    )
-
-
-def _count(regions: Iterable[Region]) -> int:
-    return sum(region.num_elements for region in regions)
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _size(nbytes: int) -> str:

@@ -8,14 +8,26 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from wbridge.layout.algebra import intersect, subtract
+from wbridge.layout.nest import source_nest
 from wbridge.layout.region import Overlap, Region, Strided
 
 
-class Cell(msgspec.Struct, frozen=True):
-    """Elements of a wanted region that the same held regions contain; no holders means missing."""
+class Atom(msgspec.Struct, frozen=True):
+    """Elements that exactly these of some regions contain, by index."""
 
     region: Region
-    holders: tuple[int, ...]
+    members: tuple[int, ...]
+    first: int
+    last: int
+    """The checkpoint elements between which they lie."""
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """Elements that the same needed regions and the same held ones contain; none held means missing."""
+
+    region: Region
+    held: tuple[int, ...]
+    needed: tuple[int, ...]
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -34,9 +46,10 @@ class Geometry:
 
     def __init__(self) -> None:
         self._overlaps: dict[tuple[Region, Region], tuple[Overlap, ...]] = {}
-        self._chunks: dict[tuple[Region, Region, int], tuple[Chunk, ...]] = {}
-        self._cells: dict[tuple[Region, tuple[Region, ...]], tuple[Cell, ...]] = {}
-        self._unions: dict[tuple[Region, ...], tuple[Region, ...]] = {}
+        self._chunks: dict[tuple[Region, Region, Region], tuple[Chunk, ...]] = {}
+        self._atoms: dict[tuple[Region, ...], tuple[Atom, ...]] = {}
+        self._shared: dict[tuple[tuple[Region, ...], tuple[Region, ...]], tuple[Shared, ...]] = {}
+        self._blocks: dict[tuple[Region, int], tuple[Region, ...]] = {}
 
     def overlaps(self, held: Region, wanted: Region) -> tuple[Overlap, ...]:
         """Return the elements that both regions contain."""
@@ -45,52 +58,96 @@ class Geometry:
             known = self._overlaps[key] = intersect(held, wanted)
         return known
 
-    def chunks(self, held: Region, wanted: Region, max_elements: int) -> tuple[Chunk, ...]:
-        """Return the elements that both regions contain, in blocks of at most `max_elements`."""
-        key = (held, wanted, max_elements)
+    def chunks(self, held: Region, wanted: Region, block: Region) -> tuple[Chunk, ...]:
+        """Return how elements of `block` lie on both sides and on the wire between them."""
+        key = (held, wanted, block)
         if (known := self._chunks.get(key)) is None:
+            part = [overlap.right_region for overlap in self.overlaps(block, wanted)]
             known = self._chunks[key] = tuple(
                 Chunk(overlap=o, num_elements=o.num_wire_elements, wire=Strided(0, packed(o.extents)))
-                for block in blocks(wanted, max_elements)
-                for o in self.overlaps(held, block)
+                for region in part
+                for o in self.overlaps(held, region)
             )
         return known
 
-    def cells(self, wanted: Region, held: tuple[Region, ...]) -> tuple[Cell, ...]:
-        """Divide `wanted` into disjoint cells whose elements have the same holders."""
-        key = (wanted, held)
-        if (known := self._cells.get(key)) is None:
-            known = self._cells[key] = tuple(self._divide(wanted, held))
+    def blocks(self, region: Region, max_elements: int) -> tuple[Region, ...]:
+        """Divide `region` into blocks of at most `max_elements`, in order."""
+        key = (region, max_elements)
+        if (known := self._blocks.get(key)) is None:
+            known = self._blocks[key] = tuple(blocks(region, max_elements))
         return known
 
-    def union(self, regions: Iterable[Region]) -> tuple[Region, ...]:
-        """Return disjoint regions with the same checkpoint elements as all of `regions` together."""
-        key = tuple(sorted(set(regions), key=region_key))
-        if (known := self._unions.get(key)) is None:
-            disjoint: list[Region] = []
-            for region in key:
-                disjoint += subtract(region, disjoint, "source")
-            known = self._unions[key] = tuple(disjoint)
+    def shared(self, held: tuple[Region, ...], needed: tuple[Region, ...]) -> tuple[Shared, ...]:
+        """Divide what `needed` regions contain by who needs and who holds it."""
+        key = (held, needed)
+        if (known := self._shared.get(key)) is None:
+            parts = self.atoms(held)
+            known = self._shared[key] = tuple(
+                shared for wanted in self.atoms(needed) for shared in self._shared_by(wanted, parts)
+            )
         return known
 
-    def _divide(self, wanted: Region, held: tuple[Region, ...]) -> list[Cell]:
-        cells = [Cell(region=wanted, holders=())]
-        for index, region in enumerate(held):
-            divided: list[Cell] = []
-            for cell in cells:
-                common = self.overlaps(region, cell.region)
-                holders = (*cell.holders, index)
-                if sum(overlap.num_wire_elements for overlap in common) == cell.region.num_elements:
-                    divided.append(Cell(region=cell.region, holders=holders))
-                    continue
-                divided += [
-                    Cell(region=Region(o.extents, source=o.source, target=o.right), holders=holders)
-                    for o in common
-                ]
-                rest = subtract(cell.region, (region,), "source") if common else (cell.region,)
-                divided += [Cell(region=part, holders=cell.holders) for part in rest]
-            cells = divided
-        return cells
+    def _shared_by(self, wanted: Atom, parts: tuple[Atom, ...]) -> Iterator[Shared]:
+        rest = wanted.region.num_elements
+        for atom in parts:
+            if atom.first > wanted.last or wanted.first > atom.last:
+                continue
+            for overlap in self.overlaps(atom.region, wanted.region):
+                rest -= overlap.num_wire_elements
+                yield Shared(overlap.right_region, atom.members, wanted.members)
+        if rest:
+            missing = subtract(wanted.region, [atom.region for atom in parts], "source")
+            yield from (Shared(part, (), wanted.members) for part in missing)
+
+    def atoms(self, regions: tuple[Region, ...]) -> tuple[Atom, ...]:
+        """Divide the union of `regions` into disjoint parts that lie in the same of them."""
+        if (known := self._atoms.get(regions)) is None:
+            added = [(k, part) for k, region in enumerate(regions) for part in _without_repeats(region)]
+            atoms: list[Atom] = []
+            last = -1
+            for index, region in sorted(added, key=lambda pair: source_nest(pair[1])[0].key):
+                new = _atom(region, (index,))
+                atoms = [*self._added(atoms, new)] if new.first <= last else [*atoms, new]
+                last = max(last, new.last)
+            known = self._atoms[regions] = tuple(sorted(atoms, key=_atom_key))
+        return known
+
+    def _added(self, atoms: Iterable[Atom], new: Atom) -> Iterator[Atom]:
+        rest = [new.region]
+        for atom in atoms:
+            apart = atom.first > new.last or new.first > atom.last
+            common = () if apart else self.overlaps(new.region, atom.region)
+            if not common:
+                yield atom
+                continue
+            members = tuple(sorted({*atom.members, *new.members}))
+            if sum(overlap.num_wire_elements for overlap in common) == atom.region.num_elements:
+                yield Atom(atom.region, members, atom.first, atom.last)
+            else:
+                yield from (_atom(overlap.right_region, members) for overlap in common)
+                outside = subtract(atom.region, (new.region,), "source")
+                yield from (_atom(part, atom.members) for part in outside)
+            rest = [left for part in rest for left in subtract(part, (atom.region,), "source")]
+        yield from (_atom(part, new.members) for part in rest)
+
+
+def _atom(region: Region, members: tuple[int, ...]) -> Atom:
+    nest, _ = source_nest(region)
+    return Atom(region, members, nest.key, nest.last)
+
+
+def _atom_key(atom: Atom) -> tuple[object, ...]:
+    return atom.first, region_key(atom.region)
+
+
+def _without_repeats(region: Region) -> tuple[Region, ...]:
+    """Return regions that contain each checkpoint element of `region` once."""
+    base, _ = distinct(region)
+    nest, _ = source_nest(base)
+    if nest.is_nested:
+        return (base,)
+    span = Region((nest.last - nest.key + 1,), Strided(nest.key, (1,)), Strided(0, (1,)))
+    return tuple(overlap.right_region for overlap in intersect(base, span))
 
 
 def at_origin(region: Region) -> Region:

@@ -1,4 +1,4 @@
-"""Plan, Group, Piece, Transfer: what goes from whom to whom, frozen and serialisable."""
+"""Plan, and Group, Piece, Transfer: what goes from whom to whom, frozen and serialisable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import msgspec
 
 from wbridge.errors import PlanError
 from wbridge.ids import WorkerId
-from wbridge.layout.region import Strided
+from wbridge.layout.dtype import itemsize
+from wbridge.layout.region import Region, Strided
+from wbridge.plan.tables import MapTable
 
 
 class Transfer(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -52,18 +54,68 @@ class Group(msgspec.Struct, frozen=True):
     stage: int = 1
 
 
+class PlannedCell(msgspec.Struct, frozen=True, array_like=True):
+    """Elements of each tensor of a class that the same workers hold and need, and who sends which blocks.
+
+    A tensor is cut into `num_blocks` blocks of at most `max_elements`; the blocks of all tensors, in order,
+    are divided among `owners` (indices of workers) evenly mixed, `counts` to each.
+    """
+
+    region: Region
+    wire_dtype: str
+    held: tuple[tuple[int, int], ...]
+    """(table, row) of trainers, one row for each table."""
+    needed: tuple[tuple[int, int], ...]
+    """(table, row) of rollouts."""
+    num_blocks: int
+    max_elements: int
+    owners: tuple[int, ...]
+    counts: dict[str, tuple[int, ...]]
+    """By the receiver's host if that has trainers; the others are under the empty name."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of one tensor."""
+        return self.region.num_elements * itemsize(self.wire_dtype)
+
+
+class PlannedClass(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors that are alike on every worker, and the cells of each of them."""
+
+    tensors: tuple[str, ...]
+    cells: tuple[PlannedCell, ...]
+
+
 class Plan(msgspec.Struct, frozen=True):
-    """Who sends which region to whom: for each receiver, its groups in order (index 0..G-1)."""
+    """Who sends which region to whom, by classes of equal tensors and equal workers.
+
+    `wbridge.plan.expand` turns it into the groups, pieces and transfers of one worker.
+    """
 
     workers: tuple[WorkerId, ...]
-    groups: tuple[Group, ...]
+    hosts: tuple[str, ...]
+    """Of each worker."""
+    tables: tuple[MapTable, ...]
+    table_of: tuple[int, ...]
+    """The table of each worker."""
+    classes: tuple[PlannedClass, ...]
+    num_unused_tensors: int
+    """Tensors that trainers hold and no rollout needs."""
+    slot_nbytes: int
     fingerprint: str
 
-    def groups_into(self, receiver: WorkerId) -> tuple[Group, ...]:
-        return tuple(g for g in self.groups if g.receiver == receiver)
+    def index(self, worker: WorkerId) -> int:
+        """Return the place of `worker` in `workers`.
 
-    def groups_from(self, writer: WorkerId) -> tuple[Group, ...]:
-        return tuple(g for g in self.groups if any(p.writer == writer for p in g.pieces))
+        Raises:
+            PlanError: the plan does not know this worker.
+        """
+        try:
+            return self.workers.index(worker)
+        except ValueError:
+            raise PlanError(
+                f"{worker} is not in plan {self.fingerprint[:12]}; plan again with its source map"
+            ) from None
 
 
 class Outgoing(msgspec.Struct, frozen=True):
@@ -82,26 +134,3 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     incoming: tuple[Group, ...]
     outgoing: tuple[Outgoing, ...]
     fingerprint: str
-
-
-def slice_for(plan: Plan, worker: WorkerId) -> WorkerPlan:
-    """Return the part of `plan` that concerns `worker`.
-
-    Raises:
-        PlanError: the plan does not know this worker.
-    """
-    if worker not in plan.workers:
-        raise PlanError(f"{worker} is not in plan {plan.fingerprint[:12]}; plan again with its source map")
-    outgoing = [
-        Outgoing(receiver=group.receiver, group_index=group.index, piece_index=index, piece=piece)
-        for group in plan.groups
-        for index, piece in enumerate(group.pieces)
-        if piece.writer == worker
-    ]
-    outgoing.sort(key=lambda o: (o.group_index, o.receiver, o.piece_index))
-    return WorkerPlan(
-        worker=worker,
-        incoming=plan.groups_into(worker),
-        outgoing=tuple(outgoing),
-        fingerprint=plan.fingerprint,
-    )

@@ -3,14 +3,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.plan.world import plan_of, rollout, rows, single, trainer
-from wbridge.config import Config
+from tests.unit.plan.world import groups_of, plan_of, rollout, rows, single, trainer
 from wbridge.errors import InternalError
 from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
-from wbridge.plan.checks import check
-from wbridge.plan.demand import find_demand
-from wbridge.plan.types import Plan
+from wbridge.plan.checks import check, check_group
+from wbridge.plan.geometry import Geometry
 
 SHAPE = (8, 2)
 
@@ -29,33 +27,37 @@ def test_the_fingerprint_follows_the_content() -> None:
 
 def test_a_rollout_that_needs_nothing_gives_an_empty_plan() -> None:
     empty = SourceMap(checkpoint={}, parameters={}, mapped=())
-    assert plan_of({trainer(0, 1): single("w", SHAPE, rows(SHAPE, 0, 1)), rollout(0, 1): empty}).groups == ()
+    maps = {trainer(0, 1): single("w", SHAPE, rows(SHAPE, 0, 1)), rollout(0, 1): empty}
+    assert groups_of(plan_of(maps)) == ()
 
 
-def broken(plan: Plan, how: str) -> Plan:
-    group = plan.groups[0]
+def test_checks_find_a_plan_that_loses_a_cell() -> None:
+    plan = plan_of(small_maps())
+    (planned,) = plan.classes
+    lost = msgspec.structs.replace(planned, cells=planned.cells[:1])
+    with pytest.raises(InternalError, match=r"delivers 8 elements of 'w' to row 0 .* needs 16"):
+        check(msgspec.structs.replace(plan, classes=(lost,)), Geometry())
+
+
+def test_checks_find_blocks_that_nobody_or_two_would_send() -> None:
+    plan = plan_of(small_maps())
+    (planned,) = plan.classes
+    for counts in ((0,), (2,)):
+        cells = (msgspec.structs.replace(planned.cells[0], counts={"host0": counts}), *planned.cells[1:])
+        changed = msgspec.structs.replace(planned, cells=cells)
+        with pytest.raises(InternalError, match="divides 1 blocks of 'w' for host 'host0' into"):
+            check(msgspec.structs.replace(plan, classes=(changed,)), Geometry())
+
+
+@pytest.mark.parametrize("how", ["overlapping", "misplaced", "large"])
+def test_checks_find_a_broken_group(how: str) -> None:
+    (group,) = groups_of(plan_of(small_maps()))
     first, second = group.pieces
+    check_group(group, 32)
     changed = {
-        "lost": (msgspec.structs.replace(group, pieces=(first,), nbytes=first.nbytes),),
-        "twice": (group, msgspec.structs.replace(group, index=1)),
-        "renumbered": (msgspec.structs.replace(group, index=1),),
-        "overlapping": (msgspec.structs.replace(group, pieces=(second, first)),),
-        "misplaced": (
-            msgspec.structs.replace(group, pieces=(first, msgspec.structs.replace(second, offset=17))),
-        ),
+        "overlapping": (second, first),
+        "misplaced": (first, msgspec.structs.replace(second, offset=17)),
+        "large": group.pieces,
     }
-    return msgspec.structs.replace(plan, groups=changed[how])
-
-
-@pytest.mark.parametrize("how", ["lost", "twice", "renumbered", "overlapping", "misplaced"])
-def test_checks_find_a_broken_plan(how: str) -> None:
-    plan, demand = plan_of(small_maps()), find_demand(small_maps(), Config())
-    check(plan, demand, Config())
     with pytest.raises(InternalError, match="please report it"):
-        check(broken(plan, how), demand, Config())
-
-
-def test_checks_find_a_group_larger_than_its_slot() -> None:
-    plan, demand = plan_of(small_maps()), find_demand(small_maps(), Config())
-    with pytest.raises(InternalError, match="exceeds slot_nbytes = 16"):
-        check(plan, demand, Config(slot_nbytes=16))
+        check_group(msgspec.structs.replace(group, pieces=changed[how]), 16 if how == "large" else 64)

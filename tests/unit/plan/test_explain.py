@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from tests.unit.plan.world import MapBuilder, one_host, plan_of, rollout, rows, single, trainer
 from wbridge.config import Config
@@ -14,7 +15,7 @@ SHAPE = (64, 8)  # 1024 bytes
 
 def explained(maps: dict[WorkerId, SourceMap], hosts: dict[WorkerId, str], **settings: object) -> Explanation:
     config = Config(**settings)  # type: ignore[arg-type]  # settings by name
-    return explain(build_plan(maps, hosts, config), maps, hosts, config)
+    return explain(build_plan(maps, hosts, config), config)
 
 
 def sharded() -> dict[WorkerId, SourceMap]:
@@ -45,12 +46,21 @@ def test_lower_bound_and_ratio() -> None:
     maps = sharded()
     hosts = {worker: f"{worker.role}{worker.rank // 2}" for worker in maps}
     told = explained(maps, hosts)
-    assert told.bound.shared_egress_nbytes == 512
-    assert told.bound.sole_holder_nbytes == 512
-    assert told.bound.host_ingress_nbytes == 1024
-    assert told.bound.relay_egress_nbytes == 512
-    assert (told.bound_nbytes, told.busiest_nbytes, told.ratio) == (1024, 1024, 1.0)
-    assert explained(maps, one_host(maps)).ratio == 2.0  # two copies into one host, one would do
+    least = {name: getattr(told.bound, name) * 1e9 for name in told.bound.__struct_fields__}
+    assert least == pytest.approx(
+        {
+            "shared_egress_s": 512,
+            "sole_holder_s": 512,
+            "host_ingress_s": 1024,
+            "relay_egress_s": 512,
+            "direct_egress_s": 1024,
+            "direct_ingress_s": 1024,
+        }
+    )
+    assert (told.busiest_s * 1e9, told.ratio) == pytest.approx((1024, 1.0))
+    assert explained(maps, one_host(maps)).ratio == pytest.approx(
+        2.0
+    )  # two copies into one host, one would do
 
 
 def test_what_one_trainer_holds_alone_is_part_of_the_bound() -> None:
@@ -60,7 +70,7 @@ def test_what_one_trainer_holds_alone_is_part_of_the_bound() -> None:
         rollout(0, 2): single("w", SHAPE, rows(SHAPE, 0, 1)),
         rollout(1, 2): single("v", SHAPE, rows(SHAPE, 0, 1)),
     }
-    assert explained(maps, one_host(maps)).bound.sole_holder_nbytes == 1024 + 512
+    assert explained(maps, one_host(maps)).bound.sole_holder_s == pytest.approx((1024 + 512) / 1e9)
 
 
 def test_slot_memory_in_both_stagings() -> None:
@@ -121,5 +131,5 @@ def test_text_and_json() -> None:
 def test_explaining_an_empty_plan() -> None:
     empty = SourceMap(checkpoint={}, parameters={}, mapped=())
     maps = {trainer(0, 1): empty, rollout(0, 1): empty}
-    told = explain(plan_of(maps), maps, one_host(maps), Config())
+    told = explain(plan_of(maps), Config())
     assert (told.sent_nbytes, told.ratio, told.copies_sent) == (0, 1.0, 0.0)

@@ -17,44 +17,58 @@ def sources(region: Region) -> set[int]:
     return {source for source, _ in elements(region)}
 
 
-def test_cells_divide_the_wanted_region_by_its_holders() -> None:
-    wanted = box((0, 6), (0, 4))
-    held = (box((0, 3), (0, 4)), box((2, 6), (0, 2)), box((2, 6), (0, 2)))
-    found: dict[int, tuple[int, ...]] = {}
-    for cell in Geometry().cells(wanted, held):
-        for source, target in elements(cell.region):
-            assert target == source  # the whole tensor, held densely
+def sharing(held: tuple[Region, ...], needed: tuple[Region, ...]) -> dict[int, tuple[object, object]]:
+    """Return for each element that somebody needs (who holds it, who needs it)."""
+    found: dict[int, tuple[object, object]] = {}
+    for shared in Geometry().shared(held, needed):
+        for source in sources(shared.region):
             assert source not in found
-            found[source] = cell.holders
-    assert found == {
-        source: tuple(k for k, region in enumerate(held) if source in sources(region)) for source in range(24)
+            found[source] = (shared.held, shared.needed)
+    return found
+
+
+def inside(regions: tuple[Region, ...], element: int) -> tuple[int, ...]:
+    return tuple(k for k, region in enumerate(regions) if element in sources(region))
+
+
+def test_elements_are_divided_by_who_holds_and_who_needs_them() -> None:
+    held = (box((0, 3), (0, 4)), box((2, 6), (0, 2)), box((2, 6), (0, 2)))
+    needed = (box((0, 6), (1, 4)), box((1, 2), (0, 4)), box((0, 6), (0, 1)))
+    assert sharing(held, needed) == {
+        source: (inside(held, source), inside(needed, source))
+        for source in range(24)
+        if inside(needed, source)
     }
 
 
-def test_a_region_that_is_held_in_one_piece_is_not_rewritten() -> None:
-    wanted = box((1, 3), (1, 3))
-    (cell,) = Geometry().cells(wanted, (box((0, 6), (0, 4)),))
-    assert cell.region is wanted
+def test_atoms_are_disjoint_and_cover_the_union() -> None:
+    regions = (box((0, 4), (0, 2)), box((2, 6), (0, 4)), box((0, 4), (0, 2)), box((5, 6), (3, 4)))
+    found: dict[int, tuple[int, ...]] = {}
+    for atom in Geometry().atoms(regions):
+        for source in sources(atom.region):
+            assert source not in found
+            assert atom.first <= source <= atom.last
+            found[source] = atom.members
+    assert found == {
+        source: inside(regions, source) for source in set().union(*(sources(region) for region in regions))
+    }
 
 
-def test_chunks_are_small_enough_and_together_all() -> None:
-    whole, wanted = box((0, 6), (0, 4)), box((0, 6), (1, 4))
-    chunks = Geometry().chunks(whole, wanted, 5)
+def test_a_region_that_overlaps_itself_counts_each_element_once() -> None:
+    windows = Region((3, 4), source=Strided(0, (2, 1)), target=Strided(0, (4, 1)))
+    atoms = Geometry().atoms((windows,))
+    assert sum(atom.region.num_elements for atom in atoms) == 8
+    assert set().union(*(sources(atom.region) for atom in atoms)) == set(range(8))
+
+
+def test_blocks_are_small_enough_and_together_all() -> None:
+    geometry, whole, wanted = Geometry(), box((0, 6), (0, 4)), box((0, 6), (1, 4))
+    blocks = geometry.blocks(wanted, 5)
+    chunks = [chunk for block in blocks for chunk in geometry.chunks(whole, wanted, block)]
     assert max(chunk.num_elements for chunk in chunks) <= 5
     assert all(chunk.wire.strides == packed(chunk.overlap.extents) for chunk in chunks)
-    arrived = [
-        target
-        for chunk in chunks
-        for _, target in elements(Region(chunk.overlap.extents, chunk.overlap.source, chunk.overlap.right))
-    ]
+    arrived = [target for chunk in chunks for _, target in elements(chunk.overlap.right_region)]
     assert sorted(arrived) == list(range(18))
-
-
-def test_a_union_counts_shared_elements_once() -> None:
-    regions = [box((0, 4), (0, 2)), box((2, 6), (0, 4)), box((0, 4), (0, 2))]
-    union = Geometry().union(regions)
-    assert sum(region.num_elements for region in union) == len(set().union(*map(sources, regions)))
-    assert set().union(*map(sources, union)) == set().union(*map(sources, regions))
 
 
 def test_distinct_takes_replicating_loops_off() -> None:

@@ -2,10 +2,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.plan.world import MapBuilder, execute, expected, plan_of, rollout, rows, single, trainer
+from tests.unit.plan.world import (
+    MapBuilder,
+    execute,
+    expected,
+    groups_of,
+    plan_of,
+    rollout,
+    rows,
+    single,
+    trainer,
+)
 from wbridge.config import Config
 from wbridge.errors import PlanError
 from wbridge.layout.region import Region, Strided
+from wbridge.plan.expand import Expansion
 from wbridge.plan.schedule import ring_slots
 
 
@@ -15,15 +26,15 @@ def test_groups_are_numbered_for_each_receiver() -> None:
     maps |= {rollout(r, 2): single("w", shape, rows(shape, r, 2)) for r in range(2)}
     plan = plan_of(maps, slot_nbytes=16)
     for rank in range(2):
-        assert [group.index for group in plan.groups_into(rollout(rank, 2))] == [0, 1, 2, 3]
-    assert {group.stage for group in plan.groups} == {1}
+        assert [group.index for group in Expansion(plan).groups_into(rollout(rank, 2))] == [0, 1, 2, 3]
+    assert {group.stage for group in groups_of(plan)} == {1}
 
 
 def test_each_writer_has_one_contiguous_piece_of_a_group() -> None:
     shape = (30,)
     maps = {trainer(r, 3): single("w", shape, rows(shape, r, 3)) for r in range(3)}
     maps[rollout(0, 1)] = single("w", shape, ((0, 30),))
-    (group,) = plan_of(maps).groups
+    (group,) = groups_of(plan_of(maps))
     assert [(piece.writer.rank, piece.offset, piece.nbytes) for piece in group.pieces] == [
         (0, 0, 20),
         (1, 24, 20),
@@ -37,7 +48,7 @@ def test_wide_elements_come_first_so_that_nothing_is_padded() -> None:
     for name, dtype in (("a", "uint8"), ("b", "float64"), ("c", "bfloat16"), ("d", "float32")):
         sender.whole(name, (3,), dtype=dtype)
     maps = {trainer(0, 1): sender.build(), rollout(0, 1): sender.build()}
-    (piece,) = plan_of(maps).groups[0].pieces
+    (piece,) = groups_of(plan_of(maps))[0].pieces
     assert [(t.tensor, t.slot_offset) for t in piece.transfers] == [("b", 0), ("d", 24), ("c", 36), ("a", 42)]
     assert piece.nbytes == 45
 
@@ -49,8 +60,8 @@ def test_replicated_targets_travel_once() -> None:
         rollout(0, 1): MapBuilder().region("scale", (4,), repeated).build(),
     }
     plan = plan_of(maps)
-    (transfer,) = plan.groups[0].pieces[0].transfers
-    assert plan.groups[0].nbytes == 8
+    (transfer,) = groups_of(plan)[0].pieces[0].transfers
+    assert groups_of(plan)[0].nbytes == 8
     assert transfer.extents == (4, 3)
     assert transfer.wire.strides == (1, 0)
     assert execute(plan, maps) == expected(maps)
@@ -66,7 +77,7 @@ def test_slots_are_filled_well() -> None:
     shape = (1000,)
     maps = {trainer(0, 1): single("w", shape, ((0, 1000),)), rollout(0, 1): single("w", shape, ((0, 1000),))}
     plan = plan_of(maps, slot_nbytes=128)
-    assert len(plan.groups) <= 2000 / 128 * 4 / 3 + 1
+    assert len(groups_of(plan)) <= 2000 / 128 * 4 / 3 + 1
 
 
 def test_atomic_sets_that_share_a_tensor_become_one() -> None:
@@ -76,7 +87,7 @@ def test_atomic_sets_that_share_a_tensor_become_one() -> None:
         sender.whole(name, (4,))
     maps = {trainer(0, 1): sender.build(), rollout(0, 1): sender.build(atomic=(("b", "c"), ("c", "d")))}
     plan = plan_of(maps, slot_nbytes=24)
-    assert [{t.tensor for p in group.pieces for t in p.transfers} for group in plan.groups] == [
+    assert [{t.tensor for p in group.pieces for t in p.transfers} for group in groups_of(plan)] == [
         {"a"},
         {"b", "c", "d"},
     ]

@@ -13,7 +13,8 @@ from wbridge.layout.dtype import itemsize
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, ParameterSpec, SourceMap, TensorSpec
 from wbridge.plan.build import build_plan
-from wbridge.plan.types import Plan, Transfer
+from wbridge.plan.expand import Expansion
+from wbridge.plan.types import Group, Plan, Transfer
 
 Box = tuple[tuple[int, int], ...]
 """A half-open range for each dim of a checkpoint tensor."""
@@ -115,10 +116,14 @@ def plan_of(maps: Mapping[WorkerId, SourceMap], **settings: object) -> Plan:
     return build_plan(maps, one_host(maps), Config(**settings))  # type: ignore[arg-type]  # settings by name
 
 
+def groups_of(plan: Plan) -> tuple[Group, ...]:
+    return Expansion(plan).all_groups()
+
+
 def egress(plan: Plan) -> dict[WorkerId, int]:
     """Return the bytes that each trainer sends."""
     sent = {worker: 0 for worker in plan.workers if worker.role == "trainer"}
-    for group in plan.groups:
+    for group in groups_of(plan):
         for piece in group.pieces:
             sent[piece.writer] += piece.nbytes
     return sent
@@ -149,7 +154,7 @@ def execute(plan: Plan, maps: Mapping[WorkerId, SourceMap]) -> dict[WorkerId, di
     received: dict[WorkerId, dict[tuple[str, int], Label]] = {
         worker: {} for worker in maps if worker.role == "rollout"
     }
-    for group in plan.groups:
+    for group in groups_of(plan):
         slot: dict[int, Label] = {}
         for piece in group.pieces:
             filled: Counter[int] = Counter()

@@ -2,31 +2,39 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.plan.world import MapBuilder, execute, expected, plan_of, rollout, rows, single, trainer
-from wbridge.config import Config
+from tests.unit.plan.world import (
+    MapBuilder,
+    egress,
+    execute,
+    expected,
+    groups_of,
+    plan_of,
+    rollout,
+    rows,
+    single,
+    trainer,
+)
 from wbridge.errors import CoverageError
 from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan import geometry as geometry_module
-from wbridge.plan.dedupe import find_portions
-from wbridge.plan.demand import find_demand
-from wbridge.plan.geometry import Geometry
 
 SHAPE = (4, 2)
 WHOLE = ((0, 4), (0, 2))
 
 
-def portions_of(maps: dict[WorkerId, SourceMap]) -> list[tuple[int, list[int]]]:
-    """Return (elements, owner ranks) of every portion."""
-    portions = find_portions(find_demand(maps, Config()), Geometry())
-    return sorted((p.region.num_elements, [owner.rank for owner in p.owners]) for p in portions)
+def cells_of(maps: dict[WorkerId, SourceMap]) -> list[tuple[int, list[int]]]:
+    """Return (elements, owner ranks) of every cell."""
+    plan = plan_of(maps)
+    cells = [cell for planned in plan.classes for cell in planned.cells]
+    return sorted((c.region.num_elements, [plan.workers[k].rank for k in c.owners]) for c in cells)
 
 
-def test_replicas_give_one_portion_with_several_owners() -> None:
+def test_replicas_give_one_cell_with_several_owners() -> None:
     maps = {trainer(r, 3): single("w", SHAPE, WHOLE) for r in range(3)} | {
         rollout(0, 1): single("w", SHAPE, WHOLE)
     }
-    assert portions_of(maps) == [(8, [0, 1, 2])]
+    assert cells_of(maps) == [(8, [0, 1, 2])]
 
 
 def test_a_full_copy_and_a_half_overlap_only_in_the_half() -> None:
@@ -35,7 +43,7 @@ def test_a_full_copy_and_a_half_overlap_only_in_the_half() -> None:
         trainer(1, 2): single("w", SHAPE, ((0, 2), (0, 2))),
         rollout(0, 1): single("w", SHAPE, WHOLE),
     }
-    assert portions_of(maps) == [(4, [0]), (4, [0, 1])]
+    assert cells_of(maps) == [(4, [0]), (4, [0, 1])]
     assert execute(plan_of(maps), maps) == expected(maps)
 
 
@@ -47,7 +55,7 @@ def test_shards_along_different_dims_meet_in_cells() -> None:
         trainer(3, 4): single("w", SHAPE, rows(SHAPE, 1, 2, 1)),
         rollout(0, 1): single("w", SHAPE, WHOLE),
     }
-    assert portions_of(maps) == [(2, [0, 2]), (2, [0, 3]), (2, [1, 2]), (2, [1, 3])]
+    assert cells_of(maps) == [(2, [0, 2]), (2, [0, 3]), (2, [1, 2]), (2, [1, 3])]
 
 
 def test_two_names_of_one_tensor_inside_a_trainer_count_as_one_owner() -> None:
@@ -58,10 +66,11 @@ def test_two_names_of_one_tensor_inside_a_trainer_count_as_one_owner() -> None:
         .build(),
         rollout(0, 1): MapBuilder().whole("w", SHAPE, parameter="a").whole("w", SHAPE, parameter="b").build(),
     }
-    assert portions_of(maps) == [(8, [0]), (8, [0])]
+    assert cells_of(maps) == [(8, [0])]
+    assert sum(egress(plan_of(maps)).values()) == 2 * 16
     plan = plan_of(maps)
     assert execute(plan, maps) == expected(maps)
-    assert {t.source_parameter for g in plan.groups for p in g.pieces for t in p.transfers} == {"embed"}
+    assert {t.source_parameter for g in groups_of(plan) for p in g.pieces for t in p.transfers} == {"embed"}
 
 
 def test_replicated_parameters_go_to_each_worker_that_stores_them() -> None:
@@ -70,7 +79,7 @@ def test_replicated_parameters_go_to_each_worker_that_stores_them() -> None:
     maps |= {rollout(r, 4): single("k", SHAPE, rows(SHAPE, r // 2, 2)) for r in range(4)}
     plan = plan_of(maps)
     assert execute(plan, maps) == expected(maps)
-    assert len({group.receiver for group in plan.groups}) == 4
+    assert len({group.receiver for group in groups_of(plan)}) == 4
 
 
 def test_a_partly_held_tensor_names_what_is_missing() -> None:

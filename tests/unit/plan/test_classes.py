@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.plan.world import MapBuilder, plan_of, rollout, rows, single, trainer
+from tests.unit.plan.world import MapBuilder, groups_of, plan_of, rollout, rows, single, trainer
 from wbridge.config import Config
 from wbridge.errors import LayoutError, PlanError
 from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan.build import build_plan
-from wbridge.plan.demand import find_demand
 
 BOX = ((0, 4), (0, 2))
 
@@ -20,19 +19,19 @@ def pair(source: str, target: str) -> dict[WorkerId, SourceMap]:
     }
 
 
-def test_equal_shards_of_several_trainers_share_one_entry() -> None:
+def test_equal_shards_of_several_trainers_share_one_table() -> None:
     shape = (4, 2)
     maps = {trainer(r, 4): single("w", shape, rows(shape, r % 2, 2)) for r in range(4)}
     maps[rollout(0, 1)] = single("w", shape, BOX)
-    supply = find_demand(maps, Config()).supplies["w"]
-    assert len(supply.regions) == 2
-    assert [[holding.worker.rank for holding in holdings] for holdings in supply.holdings] == [[0, 2], [1, 3]]
+    plan = plan_of(maps)
+    assert len(plan.tables) == 3
+    assert [[plan.workers[k].rank for k in cell.owners] for cell in plan.classes[0].cells] == [[0, 2], [1, 3]]
 
 
-def test_tensors_that_only_trainers_hold_are_listed_as_unused() -> None:
+def test_tensors_that_only_trainers_hold_are_counted_as_unused() -> None:
     maps = pair("bfloat16", "bfloat16")
     maps[trainer(0, 1)] = MapBuilder().whole("w", (4, 2)).whole("extra", (3,)).build()
-    assert find_demand(maps, Config()).unused == ("extra",)
+    assert plan_of(maps).num_unused_tensors == 1
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_only_float_types_are_cast(source: str, target: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bool", "int64", "complex64", "float8_e4m3fn", "float64"])
 def test_any_dtype_travels_to_itself(dtype: str) -> None:
-    (group,) = plan_of(pair(dtype, dtype)).groups
+    (group,) = groups_of(plan_of(pair(dtype, dtype)))
     assert group.pieces[0].transfers[0].wire_dtype == dtype
 
 

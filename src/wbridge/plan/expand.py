@@ -1,0 +1,256 @@
+"""expand: from a plan by classes to the groups, pieces and transfers of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from wbridge.ids import WorkerId
+from wbridge.layout.dtype import itemsize
+from wbridge.layout.region import Strided
+from wbridge.plan.balance import ANYWHERE, spread
+from wbridge.plan.checks import check_group
+from wbridge.plan.classes import needed_region
+from wbridge.plan.geometry import Chunk, Geometry, at_origin, distinct
+from wbridge.plan.schedule import Inflow, Item, PackedGroup, schedule
+from wbridge.plan.tables import Row
+from wbridge.plan.types import Group, Outgoing, Piece, Plan, PlannedCell, PlannedClass, Transfer, WorkerPlan
+
+Receivers = tuple[int, str]
+"""Rollouts with one table, on one host if that has trainers: all of them get the same from the same."""
+
+Place = tuple[int, int]
+
+
+class Expansion:
+    """Writes out what single workers need of a plan, and remembers what equal workers share."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._geometry = Geometry()
+        roles = [worker.role for worker in plan.workers]
+        near = {host for host, role in zip(plan.hosts, roles, strict=True) if role == "trainer"}
+        self._members: dict[Receivers, list[int]] = {}
+        for index, table in enumerate(plan.table_of):
+            if roles[index] == "rollout":
+                host = plan.hosts[index] if plan.hosts[index] in near else ANYWHERE
+                self._members.setdefault((table, host), []).append(index)
+        self._by_table: dict[int, list[_Part]] | None = None
+        self._intakes: dict[Receivers, Intake] = {}
+        self._positions: dict[tuple[int, Place], list[int]] = {}
+
+    def groups_into(self, receiver: WorkerId) -> tuple[Group, ...]:
+        """Return the groups of a receiver, index 0..G-1; a trainer has none.
+
+        Raises:
+            PlanError: the plan does not know this worker.
+        """
+        index = self._plan.index(receiver)
+        intake = next((self._intake(key) for key, own in self._members.items() if index in own), None)
+        if intake is None:
+            return ()
+        groups = tuple(
+            Group(
+                receiver=receiver,
+                index=number,
+                nbytes=group.nbytes,
+                pieces=tuple(intake.piece(number, k) for k in range(len(group.pieces))),
+            )
+            for number, group in enumerate(intake.groups)
+        )
+        for group in groups:
+            check_group(group, self._plan.slot_nbytes)
+        return groups
+
+    def slice_for(self, worker: WorkerId) -> WorkerPlan:
+        """Return the part of the plan that concerns `worker`.
+
+        Raises:
+            PlanError: the plan does not know this worker.
+        """
+        return WorkerPlan(
+            worker=worker,
+            incoming=self.groups_into(worker),
+            outgoing=tuple(self._outgoing(self._plan.index(worker))),
+            fingerprint=self._plan.fingerprint,
+        )
+
+    def all_groups(self) -> tuple[Group, ...]:
+        """Return the groups of every receiver: for small plans, and for explaining."""
+        rollouts = [worker for worker in self._plan.workers if worker.role == "rollout"]
+        return tuple(group for worker in rollouts for group in self.groups_into(worker))
+
+    def intakes(self) -> Iterator[tuple[list[int], Intake]]:
+        """Yield the groups that some rollouts receive, with the indices of all of them."""
+        for receivers, members in self._members.items():
+            yield members, self._intake(receivers)
+
+    def _outgoing(self, writer: int) -> list[Outgoing]:
+        found: list[Outgoing] = []
+        for receivers, members in self._members.items():
+            if not any(part.has_writer(writer, receivers[1]) for part in self._parts(receivers[0])):
+                continue
+            intake = self._intake(receivers)
+            for number, group in enumerate(intake.groups):
+                for k, packed in enumerate(group.pieces):
+                    if packed.writer == writer:
+                        piece = intake.piece(number, k)
+                        found += (Outgoing(self._plan.workers[m], number, k, piece) for m in members)
+        found.sort(key=lambda o: (o.group_index, o.receiver, o.piece_index))
+        return found
+
+    def _intake(self, receivers: Receivers) -> Intake:
+        if receivers not in self._intakes:
+            self._intakes[receivers] = Intake(self._plan, receivers, self._parts(receivers[0]), self)
+        return self._intakes[receivers]
+
+    def _parts(self, table: int) -> list[_Part]:
+        if self._by_table is None:
+            self._by_table = {}
+            for number, planned in enumerate(self._plan.classes):
+                for cell in planned.cells:
+                    for place in cell.needed:
+                        part = _Part(number, planned, cell, place)
+                        self._by_table.setdefault(place[0], []).append(part)
+        return self._by_table.get(table, [])
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    def row(self, place: Place) -> Row:
+        return self._plan.tables[place[0]].rows[place[1]]
+
+    def positions(self, part: _Part, place: Place) -> list[int]:
+        """Return where in the column of a row each tensor of a class is."""
+        key = (part.number, place)
+        if key not in self._positions:
+            column = self.row(place).column.tensors
+            if len(column) == len(part.planned.tensors):
+                self._positions[key] = list(range(len(column)))
+            else:
+                where = {tensor: k for k, tensor in enumerate(column)}
+                self._positions[key] = [where[tensor] for tensor in part.planned.tensors]
+        return self._positions[key]
+
+
+class _Part:
+    """A cell as one row needs it."""
+
+    __slots__ = ("cell", "number", "place", "planned")
+
+    def __init__(self, number: int, planned: PlannedClass, cell: PlannedCell, place: Place) -> None:
+        self.number, self.planned, self.cell, self.place = number, planned, cell, place
+
+    def counts(self, host: str) -> tuple[int, ...]:
+        return self.cell.counts[host]
+
+    def has_writer(self, writer: int, host: str) -> bool:
+        owners = self.cell.owners
+        return writer in owners and self.counts(host)[owners.index(writer)] > 0
+
+
+class Intake:
+    """The groups of all receivers of one kind; their pieces are written out when asked for."""
+
+    def __init__(self, plan: Plan, receivers: Receivers, parts: list[_Part], shared: Expansion) -> None:
+        self._plan, self._parts, self._shared = plan, parts, shared
+        table, host = receivers
+        self.groups: tuple[PackedGroup, ...] = schedule(
+            [self._inflow(part, host) for part in parts], plan.tables[table].indivisible, plan.slot_nbytes
+        )
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        self._ways: dict[tuple[int, int], _Way] = {}
+
+    def piece(self, group: int, index: int) -> Piece:
+        if (group, index) not in self._pieces:
+            packed = self.groups[group].pieces[index]
+            self._pieces[group, index] = Piece(
+                writer=self._plan.workers[packed.writer],
+                offset=packed.offset,
+                nbytes=packed.nbytes,
+                transfers=tuple(self._transfers(packed.writer, packed.offset, packed.items)),
+            )
+        return self._pieces[group, index]
+
+    def num_transfers(self) -> int:
+        """Return how many transfers one receiver takes."""
+        items = (
+            (piece.writer, item) for group in self.groups for piece in group.pieces for item in piece.items
+        )
+        return sum(self._way(item.inflow, writer).num_transfers(item) for writer, item in items)
+
+    def _inflow(self, part: _Part, host: str) -> Inflow:
+        cell = part.cell
+        element_nbytes = itemsize(cell.wire_dtype)
+        wanted, geometry = at_origin(needed_region(self._shared.row(part.place))), self._shared.geometry
+        sizes = tuple(
+            sum(overlap.num_wire_elements for overlap in geometry.overlaps(block, wanted)) * element_nbytes
+            for block in geometry.blocks(cell.region, cell.max_elements)
+        )
+        writers = tuple([cell.owners[k] for k in spread(part.counts(host))])
+        return Inflow(part.planned.tensors, sizes, element_nbytes, writers)
+
+    def _transfers(self, writer: int, start: int, items: list[Item]) -> Iterator[Transfer]:
+        end = start
+        for item in items:
+            yield from self._way(item.inflow, writer).transfers(item, end)
+            end += item.nbytes
+
+    def _way(self, inflow: int, writer: int) -> _Way:
+        key = (inflow, self._plan.table_of[writer])
+        if key not in self._ways:
+            self._ways[key] = _Way(self._parts[inflow], key[1], self._shared)
+        return self._ways[key]
+
+
+class _Way:
+    """How the blocks of one cell lie with the writers of one table and with one receiving row."""
+
+    def __init__(self, part: _Part, table: int, shared: Expansion) -> None:
+        cell = part.cell
+        held_place = next(place for place in cell.held if place[0] == table)
+        self._held, self._needed = shared.row(held_place), shared.row(part.place)
+        self._held_at = shared.positions(part, held_place)
+        self._needed_at = shared.positions(part, part.place)
+        self._tensors, self._wire_dtype = part.planned.tensors, cell.wire_dtype
+        wanted, repeats = distinct(self._needed.region)
+        self._repeats = repeats
+        geometry = shared.geometry
+        self._chunks = [
+            [_Loops(chunk, repeats) for chunk in geometry.chunks(self._held.region, at_origin(wanted), block)]
+            for block in geometry.blocks(cell.region, cell.max_elements)
+        ]
+        self._element_nbytes = itemsize(cell.wire_dtype)
+
+    def num_transfers(self, item: Item) -> int:
+        return len(self._chunks[item.block])
+
+    def transfers(self, item: Item, end: int) -> Iterator[Transfer]:
+        held, needed = self._held.column, self._needed.column
+        source, target = self._held_at[item.tensor], self._needed_at[item.tensor]
+        for loops in self._chunks[item.block]:
+            yield Transfer(
+                tensor=self._tensors[item.tensor],
+                extents=loops.extents,
+                source_parameter=held.parameters[source],
+                source=Strided(loops.source_offset + held.offsets[source], loops.source),
+                target_parameter=needed.parameters[target],
+                target=Strided(loops.target_offset + needed.offsets[target], loops.target),
+                wire=loops.wire,
+                wire_dtype=self._wire_dtype,
+                slot_offset=end,
+            )
+            end += loops.num_elements * self._element_nbytes
+
+
+class _Loops:
+    """A chunk with the loops in which its target repeats it."""
+
+    def __init__(self, chunk: Chunk, repeats: tuple[tuple[int, int], ...]) -> None:
+        overlap, nothing = chunk.overlap, (0,) * len(repeats)
+        self.extents = overlap.extents + tuple(extent for extent, _ in repeats)
+        self.source_offset, self.source = overlap.left.offset, overlap.left.strides + nothing
+        self.target_offset = overlap.right.offset
+        self.target = overlap.right.strides + tuple(stride for _, stride in repeats)
+        self.wire = Strided(0, chunk.wire.strides + nothing)
+        self.num_elements = chunk.num_elements
