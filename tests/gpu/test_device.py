@@ -18,7 +18,7 @@ import torch
 
 import wbridge
 from tests.gpu.memory_peer import NBYTES
-from tests.unit.session.job import Job, running, toys
+from tests.unit.session.job import Job, running, together, toys
 from wbridge.device.base import HOST
 from wbridge.device.cuda import CudaDevice, CudaEvent, find_access
 from wbridge.device.cuda_driver import why_no_rings
@@ -157,6 +157,16 @@ def test_host_memory_that_a_peer_shares_is_mapped_and_page_locked(device: CudaDe
     assert bool((owned.tensor == 1).all())
 
 
+def test_the_device_reaches_page_locked_memory(device: CudaDevice) -> None:
+    buffer = device.allocate(NBYTES, "pinned")
+    there = buffer.device_tensor
+    assert there.is_cuda
+    assert there.data_ptr() == buffer.tensor.data_ptr()
+    on_stream(device, lambda: there.fill_(6))
+    assert buffer.view[0] == buffer.view[-1] == 6
+    assert device.allocate(0, "pinned").device_tensor.is_cuda
+
+
 # Streams and waiting ------------------------------------------------------------------------------------
 
 
@@ -227,6 +237,27 @@ async def test_the_applications_stream_is_awaited_without_work_in_it(device: Cud
     assert [stream.cuda_stream for stream in device._rings._streams.values()] != [own]
     assert list(device._rings._streams) == [own]
     assert event.is_done()
+
+
+def test_waiting_disturbs_no_graph_that_another_thread_captures(device: CudaDevice) -> None:
+    """As engines do when they start, while a version may be on its way."""
+    total, graph = torch.zeros(4, device="cuda:0"), torch.cuda.CUDAGraph()
+
+    async def wait() -> None:
+        stream = device.open_stream("s")
+        stream.submit(lambda: torch.cuda._sleep(20 * MS))
+        await stream.record().wait()
+        device.allocate(NBYTES, "device", shared=True)
+        device.allocate(NBYTES, "pinned", shared=True)
+
+    together(lambda: anyio.run(wait))  # whatever is loaded at first use
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        total.add_(1)
+        together(lambda: anyio.run(wait))
+        total.mul_(2)
+    graph.replay()
+    assert total.tolist() == [2.0] * 4
 
 
 @pytest.mark.anyio

@@ -12,7 +12,14 @@ import torch
 
 from wbridge.device.base import HOST, Access, Event, MemoryKind, PeerMemory
 from wbridge.device.cpu import CpuDevice, CpuStream
-from wbridge.device.cuda_driver import IDLE_STREAMS, DriverError, ring_behind, why_missing, why_no_rings
+from wbridge.device.cuda_driver import (
+    IDLE_STREAMS,
+    DriverError,
+    relaxed,
+    ring_behind,
+    why_missing,
+    why_no_rings,
+)
 from wbridge.device.cuda_memory import GpuMemory, tensor_at, why_not_shared
 from wbridge.device.memory import ForeignMemory, HostMemory
 from wbridge.device.wakeup import Bell
@@ -57,6 +64,10 @@ class CudaDevice:
         if kind == "pinned":
             host = HostMemory(nbytes, shared=shared)
             return CudaBuffer(_pin(host, self.index), host, self.index)
+        with relaxed():
+            return self._allocate_there(nbytes)
+
+    def _allocate_there(self, nbytes: int) -> CudaBuffer:
         memory = None
         if nbytes and why_not_shared(self.index) is None:
             memory = GpuMemory.allocate(self.index, nbytes)
@@ -77,12 +88,12 @@ class CudaDevice:
             return CudaBuffer(_pin(foreign, self.index), foreign, self.index)
         try:
             opened = GpuMemory.open(self.index, memory.descriptor, memory.nbytes)
+            return CudaBuffer(opened.tensor(), opened, self.index)
         except DriverError as exc:
             raise NativeUnavailable(
                 f"{self.name}: cannot open the slots of a receiver on a GPU: {exc}; set transport='ucxx', "
                 "or checksum='on', which keeps slots in host memory"
             ) from exc
-        return CudaBuffer(opened.tensor(), opened, self.index)
 
     def open_stream(
         self, name: str, *, background: bool = False, on_host: bool = False
@@ -181,7 +192,8 @@ def _pin(memory: HostMemory | ForeignMemory, index: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     tensor = torch.frombuffer(memory.view, dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints here
-    with torch.cuda.device(index):  # else a thread of ours would start to use the first GPU too
+    # Without the device a thread of ours would start to use the first GPU too.
+    with relaxed(), torch.cuda.device(index):
         torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
     weakref.finalize(memory.resources, runtime.cudaHostUnregister, tensor.data_ptr())
     return tensor
@@ -242,14 +254,16 @@ class CudaEvent:
         self._rings = rings
 
     def is_done(self) -> bool:
-        return bool(self.handle.query())  # type: ignore[no-untyped-call]  # torch has no hints here
+        with relaxed():
+            return bool(self.handle.query())  # type: ignore[no-untyped-call]  # torch has no hints here
 
     async def wait(self) -> None:
         if not self.is_done():
             await self._rings.wait(self, self._stream)
 
     def synchronize(self) -> None:
-        self.handle.synchronize()
+        with relaxed():
+            self.handle.synchronize()
 
 
 class Rings:

@@ -16,6 +16,8 @@ from wbridge.native.extension import ring_address
 _NON_BLOCKING: Final = 1
 """CU_STREAM_NON_BLOCKING: no order with the default stream, which is the application's."""
 
+_RELAXED: Final = "CU_STREAM_CAPTURE_MODE_RELAXED"
+
 
 class DriverError(RuntimeError):
     """A call of the CUDA driver failed."""
@@ -63,13 +65,30 @@ def struct(name: str) -> Any:  # as above
 
 
 @contextmanager
-def current(index: int) -> Iterator[None]:
-    """Make the GPU's primary context, which is torch's too, that of the calling thread."""
-    call("cuCtxPushCurrent", _primary_context(index))
+def relaxed() -> Iterator[None]:
+    """Let the calling thread do what the driver forbids to all threads while one captures a graph.
+
+    What is done must not concern the captured streams. Otherwise the capture would fail, and so would this.
+    """
+    if why_missing() is not None:
+        yield
+        return
+    before = call("cuThreadExchangeStreamCaptureMode", constant("CUstreamCaptureMode", _RELAXED))
     try:
         yield
     finally:
-        call("cuCtxPopCurrent")
+        call("cuThreadExchangeStreamCaptureMode", before)
+
+
+@contextmanager
+def current(index: int) -> Iterator[None]:
+    """Make the GPU's primary context, which is torch's too, that of the calling thread; `relaxed`."""
+    with relaxed():
+        call("cuCtxPushCurrent", _primary_context(index))
+        try:
+            yield
+        finally:
+            call("cuCtxPopCurrent")
 
 
 def ring_behind(index: int, stream: int, descriptor: int) -> None:
