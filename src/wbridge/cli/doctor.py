@@ -32,7 +32,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def run(options: argparse.Namespace) -> int:
-    findings = [_packages(), _copies(), _host(), _hosts(), _rdma(), _gpu()]
+    findings = [_packages(), _copies(), _host(), _hosts(), _rdma(), _gpu(), _gpu_processes()]
     verdicts = {True: "ok", False: "missing", None: "absent"}
     print_table(("what", "verdict", "detail"), ((f.subject, verdicts[f.ok], f.detail) for f in findings))
     return 1 if any(finding.ok is False for finding in findings) else 0
@@ -99,6 +99,18 @@ def _gpu() -> Finding:
     if missing is None:
         return Finding("GPU", True, f"{finding.detail}, copies in one launch per group")
     return Finding("GPU", None, f"{finding.detail}, slow for many small tensors: {missing}")
+
+
+def _gpu_processes() -> Finding:
+    """Slots in its memory, and waiting for it without polling."""
+    from wbridge.device.select import find_gpu_limits  # loads torch too
+
+    subject = "GPU between processes"
+    try:
+        limits = find_gpu_limits()
+    except WBridgeError:
+        return Finding(subject, None, "no GPU")
+    return Finding(subject, None if limits else True, "; ".join(limits) or "writes slots in its memory")
 
 
 def _ucx_folder() -> Path | None:

@@ -29,6 +29,23 @@ def open_device(tensor_device: str, *, copy_threads: int = 0) -> Device:
     raise ConfigError(f"parameters on {tensor_device!r}: wbridge knows cpu and cuda; move them to one")
 
 
+def find_gpu_limits() -> list[str]:
+    """Return what updates on the calling thread's GPU do without, and why.
+
+    Raises:
+        NativeUnavailable: there is no GPU that torch can use.
+    """
+    from wbridge.device.cuda import CudaDevice  # as above
+    from wbridge.device.cuda_driver import why_no_rings
+    from wbridge.device.cuda_memory import why_not_shared
+
+    reasons = {
+        "slots are in host memory": why_not_shared(CudaDevice().index),
+        "the event loop looks again and again whether it is done": why_no_rings(),
+    }
+    return [f"{limit}: {why}" for limit, why in reasons.items() if why is not None]
+
+
 def find_access(tensor_devices: Iterable[str]) -> Access:
     """Return where the device memory of a worker with tensors on these devices lies, and what it can write.
 

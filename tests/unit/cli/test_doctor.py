@@ -85,3 +85,13 @@ def test_a_gpu_without_the_kernel_is_called_slow(
     assert finding.ok is (True if missing is None else None)
     assert finding.detail.startswith("cuda:3, ")
     assert missing is None or finding.detail.endswith(missing)
+
+
+@pytest.mark.parametrize("limits", [[], ["slots are in host memory: no cuda.bindings", "it is polled"]])
+def test_what_a_gpu_does_without_is_told_with_its_reason(
+    limits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "find_gpu_limits", lambda: limits)
+    finding = doctor._gpu_processes()
+    assert finding.ok is (None if limits else True)
+    assert all(limit in finding.detail for limit in limits)
