@@ -96,13 +96,8 @@ def ring_behind(index: int, stream: int, descriptor: int) -> None:
 
     If the GPU fails, nothing is written.
     """
-    function = struct_of("CUhostFn", ring_address())
     with current(index):
-        call("cuLaunchHostFunc", stream, function, descriptor)
-
-
-def struct_of(name: str, value: int) -> Any:  # as above
-    return getattr(_bindings(), name)(value)
+        call("cuLaunchHostFunc", stream, _ring(), descriptor)
 
 
 class _IdleStreams:
@@ -134,6 +129,11 @@ IDLE_STREAMS: Final = _IdleStreams()
 @functools.cache
 def _bindings() -> ModuleType:
     return require("cuda.bindings.driver")
+
+
+@functools.cache
+def _ring() -> Any:  # as above
+    return _bindings().CUhostFn(ring_address())
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import weakref
 from contextlib import suppress
 from typing import Any, Final, Self
@@ -46,8 +47,9 @@ class GpuMemory:
         with current(index):
             handle = call("cuMemCreate", _rounded(index, nbytes), _properties(index), 0)
             try:
-                descriptor = call("cuMemExportToShareableHandle", handle, _descriptor_type(), 0)
-                return cls(index, nbytes, handle, Resources(int(descriptor)))
+                descriptor = int(call("cuMemExportToShareableHandle", handle, _descriptor_type(), 0))
+                os.set_inheritable(descriptor, False)  # a program that we start must not keep the memory
+                return cls(index, nbytes, handle, Resources(descriptor))
             finally:
                 call("cuMemRelease", handle)  # what is mapped stays
 
