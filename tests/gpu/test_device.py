@@ -114,6 +114,11 @@ def test_memory_is_given_back_with_its_last_user(device: CudaDevice) -> None:
     assert before - free() < 2**24
 
 
+def test_too_much_memory_is_refused_with_a_remedy(device: CudaDevice) -> None:
+    with pytest.raises(wbridge.ConfigError, match="slot_nbytes"):
+        device.allocate(2**44, "device", shared=True)
+
+
 def test_another_process_writes_it(device: CudaDevice) -> None:
     buffer = device.allocate(NBYTES, "device", shared=True)
     assert buffer.descriptor is not None

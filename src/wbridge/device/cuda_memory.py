@@ -17,6 +17,7 @@ import torch
 
 from wbridge.device.cuda_driver import DriverError, call, constant, current, struct, why_missing
 from wbridge.device.memory import Resources
+from wbridge.errors import ConfigError
 
 _PROBE: Final = 7
 _PROBE_NBYTES: Final = 64
@@ -26,7 +27,7 @@ class GpuMemory:
     """Bytes of one GPU, mapped here for as long as an object that uses them. Not zeroed.
 
     Raises:
-        DriverError: the GPU has not that much left, or does not offer this.
+        DriverError: the GPU does not offer this.
     """
 
     def __init__(self, index: int, nbytes: int, handle: Any, resources: Resources) -> None:
@@ -43,9 +44,13 @@ class GpuMemory:
 
     @classmethod
     def allocate(cls, index: int, nbytes: int) -> Self:
-        """Return new memory that other processes can be let into."""
+        """Return new memory that other processes can be let into.
+
+        Raises:
+            ConfigError: the GPU has not that much left.
+        """
         with current(index):
-            handle = call("cuMemCreate", _rounded(index, nbytes), _properties(index), 0)
+            handle = _create(index, nbytes)
             try:
                 descriptor = int(call("cuMemExportToShareableHandle", handle, _descriptor_type(), 0))
                 os.set_inheritable(descriptor, False)  # a program that we start must not keep the memory
@@ -123,7 +128,7 @@ def why_not_shared(index: int) -> str | None:
             read.synchronize()
         if not bool((seen == _PROBE).all()):
             return f"cuda:{index}: memory that was opened by its descriptor is not the same memory"
-    except RuntimeError as exc:  # the driver's or torch's: no such memory here, or no numpy
+    except (ConfigError, RuntimeError) as exc:  # the driver's or torch's: no such memory here, or no numpy
         return f"cuda:{index}: its memory cannot be shared between processes: {exc}"
     return None
 
@@ -146,6 +151,20 @@ def _descriptor_type() -> Any:  # as above
 def _granularity(index: int) -> int:
     kind = constant("CUmemAllocationGranularity_flags", "CU_MEM_ALLOC_GRANULARITY_MINIMUM")
     return int(call("cuMemGetAllocationGranularity", _properties(index), kind))
+
+
+def _create(index: int, nbytes: int) -> Any:  # as above
+    size = _rounded(index, nbytes)
+    with suppress(DriverError):
+        return call("cuMemCreate", size, _properties(index), 0)
+    torch.cuda.empty_cache()  # what torch keeps for later
+    try:
+        return call("cuMemCreate", size, _properties(index), 0)
+    except DriverError as exc:
+        raise ConfigError(
+            f"cuda:{index} has no {size} bytes left: {exc}; set a smaller num_slots or slot_nbytes, "
+            "or leave more of its memory free"
+        ) from exc
 
 
 def _rounded(index: int, nbytes: int) -> int:
