@@ -33,7 +33,7 @@ from wbridge.control.messages import (
 )
 from wbridge.control.reconfiguring import Reconfiguring
 from wbridge.errors import EndpointClosed, InternalError, PeerLost, ProtocolError, WBridgeError
-from wbridge.layout.source_map import SourceMap
+from wbridge.plan.tables import MapTable
 
 
 class Coordinator:
@@ -164,15 +164,15 @@ class Coordinator:
     async def _join(self, member: Member, message: Join) -> None:
         if member.joined is not None:
             raise ProtocolError(f"{member} joined twice on one connection")
-        digest = (await anyio.to_thread.run_sync(hashlib.sha256, message.source_map)).digest()
-        source_map = self._membership.find_map(digest)
-        if source_map is None:
+        digest = (await anyio.to_thread.run_sync(hashlib.sha256, message.table)).digest()
+        table = self._membership.find_table(digest)
+        if table is None:
             try:
-                source_map = await anyio.to_thread.run_sync(_decode_map, message.source_map)
+                table = await anyio.to_thread.run_sync(_decode_table, message.table)
             except msgspec.MsgspecError as exc:
                 raise ProtocolError(f"{member} sent no source map: {exc}") from exc
         member.joined = Joined(
-            source_map=source_map,
+            table=table,
             digest=digest,
             transport_address=message.transport_address,
             lockstep_address=message.lockstep_address,
@@ -182,5 +182,5 @@ class Coordinator:
         self._epochs.changed()
 
 
-def _decode_map(encoded: bytes) -> SourceMap:
-    return msgspec.msgpack.decode(encoded, type=SourceMap)
+def _decode_table(encoded: bytes) -> MapTable:
+    return msgspec.msgpack.decode(encoded, type=MapTable)

@@ -25,7 +25,7 @@ from wbridge.control.messages import (
     WithdrawVerify,
     WorkerLost,
 )
-from wbridge.control.planning import Roster, Slices, build_slices, epoch_start, joined_of
+from wbridge.control.planning import Planned, Roster, build_planned, epoch_start, joined_of
 from wbridge.control.publishing import Cohort, Publishing
 from wbridge.control.reconfiguring import Reconfiguring
 from wbridge.control.verification import Verifying
@@ -57,7 +57,7 @@ class Epochs:
         self._idle_since_s = 0.0
         self._opening: Cohort | None = None
         self._live: Publishing | None = None
-        self._planned: tuple[Roster, Slices] | None = None
+        self._planned: tuple[Roster, Planned] | None = None
         self._verifying = Verifying()
         self.phase: Phase = "forming"
 
@@ -140,12 +140,12 @@ class Epochs:
             while True:
                 self.phase = "live" if self._live is not None else "forming"
                 roster = await self._form()
-                slices = await self._plan(roster)
-                if slices is None or not self._still_there(roster):
+                planned = await self._plan(roster)
+                if planned is None or not self._still_there(roster):
                     continue
                 await self._end()
                 self._settings.switch()
-                if self._still_there(roster) and await self._open(roster, slices):
+                if self._still_there(roster) and await self._open(roster, planned):
                     assert self._live is not None
                     tasks.start_soon(self._live.run)
 
@@ -217,7 +217,7 @@ class Epochs:
         for member in late:
             self.reject(member, BarrierTimeout(_late_text(member, missing), missing))
 
-    async def _plan(self, roster: Roster) -> Slices | None:
+    async def _plan(self, roster: Roster) -> Planned | None:
         """Plan in a worker thread while an old epoch keeps serving. None: the newcomers were rejected."""
         if self._planned is not None and self._planned[0] == roster:
             return self._planned[1]  # other settings do not change who sends what
@@ -225,8 +225,8 @@ class Epochs:
         maps = {member.worker: joined_of(member) for member in roster.members}
         hosts = {member.worker: member.hello.host for member in roster.members}
         try:
-            slices = await anyio.to_thread.run_sync(
-                build_slices, maps, hosts, self._config, abandon_on_cancel=True
+            planned = await anyio.to_thread.run_sync(
+                build_planned, maps, hosts, self._config, abandon_on_cancel=True
             )
         except WBridgeError as exc:
             newcomers = set(roster.members) - self._served()
@@ -235,8 +235,8 @@ class Epochs:
             if not newcomers:  # without one that is gone it is not possible
                 self._settings.give_up(exc)
             return None
-        self._planned = roster, slices
-        return slices
+        self._planned = roster, planned
+        return planned
 
     def _still_there(self, roster: Roster) -> bool:
         return all(member in self._membership for member in roster.members)
@@ -270,7 +270,7 @@ class Epochs:
         self._live = None
         self._idle_since_s = anyio.current_time()
 
-    async def _open(self, roster: Roster, slices: Slices) -> bool:
+    async def _open(self, roster: Roster, planned: Planned) -> bool:
         """Start the next epoch. False: a member was lost or late, so nothing is live."""
         self.phase = "opening"
         self._counter += 1
@@ -278,7 +278,7 @@ class Epochs:
         self._opening = opening
         self._standings.enter(standings := self._standings_of(roster))
         for member in roster.members:
-            start = epoch_start(opening.epoch, member.worker, roster, slices, self._config)
+            start = epoch_start(opening.epoch, member.worker, roster, planned, self._config)
             member.lease.post(msgspec.structs.replace(start, standings=standings))
         with anyio.move_on_after(self._config.connect_timeout_s):
             await self.wait_until(lambda: opening.is_ready or bool(opening.lost))

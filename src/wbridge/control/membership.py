@@ -11,7 +11,7 @@ from wbridge.control.lease import LeasedConnection
 from wbridge.control.messages import Hello, MemberStatus
 from wbridge.errors import ConfigError
 from wbridge.ids import Role, WorkerId
-from wbridge.layout.source_map import SourceMap
+from wbridge.plan.tables import MapTable
 
 MAX_NAMED = 32
 """An error names at most this many missing workers of one group, and counts the others."""
@@ -20,7 +20,7 @@ MAX_NAMED = 32
 class Joined(msgspec.Struct, frozen=True):
     """What a member contributes to a plan, and since when (loop time) and how long it waits for one."""
 
-    source_map: SourceMap
+    table: MapTable
     digest: bytes
     transport_address: bytes
     lockstep_address: str
@@ -77,11 +77,11 @@ class Membership:
         """Add a member that passed `check`."""
         self._members[member.worker] = member
 
-    def find_map(self, digest: bytes) -> SourceMap | None:
-        """Return the map that a member has described in the same bytes, as replicas of an engine do."""
+    def find_table(self, digest: bytes) -> MapTable | None:
+        """Return the table that a member has described in the same bytes, as replicas of an engine do."""
         for member in self._members.values():
             if member.joined is not None and member.joined.digest == digest:
-                return member.joined.source_map
+                return member.joined.table
         return None
 
     def remove(self, member: Member) -> bool:

@@ -101,13 +101,13 @@ class Welcome(_Frame, frozen=True):
 
 
 class Join(_Frame, frozen=True):
-    """The worker can be planned for. `source_map` is a msgpack-encoded `SourceMap`.
+    """The worker can be planned for. `table` is a msgpack-encoded `MapTable`.
 
     If no epoch has started with it after `patience_s`, the worker is told who was missing; 0 means the
     coordinator's `connect_timeout_s`.
     """
 
-    source_map: bytes
+    table: bytes
     transport_address: bytes
     lockstep_address: str = ""
     patience_s: float = 0.0
@@ -124,11 +124,11 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class EpochStart(_Frame, frozen=True):
-    """Drop the old epoch and open this one. `worker_plan` is this worker's slice, msgpack-encoded; `job`
+    """Drop the old epoch and open this one. `plan` is that of all workers, as `planning.packed`; `job`
     holds the job-wide settings from here on, as in `Welcome`, `standings` what the engines come with."""
 
     epoch: Epoch
-    worker_plan: bytes
+    plan: bytes
     peers: tuple[Peer, ...]
     engines: tuple[str, ...]
     ranks: tuple[WorkerId, ...]

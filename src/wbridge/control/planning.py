@@ -1,8 +1,9 @@
-"""From a roster of members to what each of them is told: the plan, sliced and encoded, and its peers."""
+"""From a roster of members to what each of them is told: the plan, encoded, and its peers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Mapping
 
 import msgspec
 
@@ -12,9 +13,9 @@ from wbridge.control.membership import Joined, Member
 from wbridge.control.messages import EpochStart, Peer
 from wbridge.errors import InternalError, ProtocolError
 from wbridge.ids import Epoch, WorkerId
-from wbridge.plan.build import build_plan
+from wbridge.plan.build import plan_tables
 from wbridge.plan.expand import Expansion
-from wbridge.plan.types import WorkerPlan
+from wbridge.plan.types import Plan, WorkerPlan
 
 
 class Roster(msgspec.Struct, frozen=True):
@@ -28,45 +29,70 @@ class Roster(msgspec.Struct, frozen=True):
         return self.ranks + tuple(m for engine in self.engines.values() for m in engine)
 
 
-class Slices(msgspec.Struct, frozen=True):
-    """For each worker its encoded plan and the workers it has to do with."""
+class Planned(msgspec.Struct, frozen=True):
+    """The plan of an epoch as it travels, and for each worker those it has to do with."""
 
-    plans: dict[WorkerId, bytes]
+    plan: bytes
     partners: dict[WorkerId, tuple[WorkerId, ...]]
 
 
-def build_slices(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str], config: Config) -> Slices:
-    """Plan and slice. Pure and slow: minutes of work for the largest models, so it runs in a worker thread.
+def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str], config: Config) -> Planned:
+    """Plan and encode. Pure and slow: seconds for the largest fleets, so it runs in a worker thread.
 
     Raises:
         PlanError, LayoutError, CoverageError: as `build_plan`.
     """
-    plan = build_plan({worker: joined.source_map for worker, joined in maps.items()}, hosts, config)
-    expansion = Expansion(plan)
-    slices = {worker: expansion.slice_for(worker) for worker in maps}
-    return Slices(
-        plans={worker: msgspec.msgpack.encode(piece) for worker, piece in slices.items()},
-        partners={worker: tuple(sorted(set(_partners(piece, maps)))) for worker, piece in slices.items()},
-    )
+    plan = plan_tables({worker: joined.table for worker, joined in maps.items()}, hosts, config)
+    return Planned(packed(plan), partners_of(plan))
 
 
-def _partners(plan: WorkerPlan, workers: Mapping[WorkerId, Joined]) -> Iterator[WorkerId]:
-    me = plan.worker
-    yield from (w for w in workers if (w.role, w.group) == (me.role, me.group))
-    yield from (outgoing.receiver for outgoing in plan.outgoing)
-    for group in plan.incoming:
-        for piece in group.pieces:
-            yield piece.writer
-            yield from piece.holders
+def packed(plan: Plan) -> bytes:
+    """Return what `unpacked_slice` takes; names repeat, so that little is left of them."""
+    return zlib.compress(msgspec.msgpack.encode(plan), level=1)
 
 
-def epoch_start(epoch: Epoch, worker: WorkerId, roster: Roster, slices: Slices, config: Config) -> EpochStart:
+def unpacked_slice(data: bytes, worker: WorkerId) -> WorkerPlan:
+    """Return the part of a packed plan that concerns `worker`. Slow, as `build_planned`.
+
+    Raises:
+        ProtocolError: this is no plan.
+        PlanError: the plan does not know this worker.
+    """
+    try:
+        plan = msgspec.msgpack.decode(zlib.decompress(data), type=Plan)
+    except (zlib.error, msgspec.MsgspecError) as exc:
+        raise ProtocolError(
+            f"{worker} got a plan that it cannot read: {exc}; run one release everywhere"
+        ) from exc
+    return Expansion(plan).slice_for(worker)
+
+
+def partners_of(plan: Plan) -> dict[WorkerId, tuple[WorkerId, ...]]:
+    """Return for each worker its own group, and those it writes to or gets something from."""
+    groups: dict[tuple[str, str], list[WorkerId]] = {}
+    for worker in plan.workers:
+        groups.setdefault((worker.role, worker.group), []).append(worker)
+    others: dict[WorkerId, set[WorkerId]] = {worker: set() for worker in plan.workers}
+    for writers, receivers in Expansion(plan).pairs():
+        for writer in writers:
+            others[plan.workers[writer]].update(plan.workers[k] for k in receivers)
+        for receiver in receivers:
+            others[plan.workers[receiver]].update(plan.workers[k] for k in writers)
+    return {
+        worker: tuple(sorted({*groups[worker.role, worker.group], *others[worker]}))
+        for worker in plan.workers
+    }
+
+
+def epoch_start(
+    epoch: Epoch, worker: WorkerId, roster: Roster, planned: Planned, config: Config
+) -> EpochStart:
     """Return what `worker` is told: `peers` are its own group and those its plan names, not everybody."""
     by_worker = {member.worker: member for member in roster.members}
     return EpochStart(
         epoch=epoch,
-        worker_plan=slices.plans[worker],
-        peers=tuple(_peer(by_worker[partner]) for partner in slices.partners[worker]),
+        plan=planned.plan,
+        peers=tuple(_peer(by_worker[partner]) for partner in planned.partners[worker]),
         engines=tuple(roster.engines),
         ranks=tuple(member.worker for member in roster.ranks),
         job=job_values(config),

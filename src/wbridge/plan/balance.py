@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from wbridge.config import Config
 from wbridge.layout.dtype import itemsize
 from wbridge.plan.cells import Cell
-from wbridge.plan.classes import Members, Place
+from wbridge.plan.classes import Members
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.level import level
 from wbridge.plan.topology import Links
-from wbridge.plan.types import PlannedCell
+from wbridge.plan.types import Place, PlannedCell
 
 SLICE_NBYTES = 64 * 2**10
 """Tensors are divided among their owners in blocks of at least this many bytes."""

@@ -11,7 +11,7 @@ from wbridge.layout.region import Region
 from wbridge.plan.classes import needed_region
 from wbridge.plan.geometry import Geometry, at_origin, region_key
 from wbridge.plan.topology import Links
-from wbridge.plan.types import Plan, PlannedClass
+from wbridge.plan.types import Place, Plan, PlannedClass
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ def iter_parts(plan: Plan, geometry: Geometry) -> Iterator[Part]:
     members: list[list[int]] = [[] for _ in plan.tables]
     for index, table in enumerate(plan.table_of):
         members[table].append(index)
-    receivers: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
+    receivers: dict[tuple[Place, ...], tuple[int, ...]] = {}
     for planned in plan.classes:
         for region, owners, needed, dtype in _disjoint(plan, planned, geometry):
             if needed not in receivers:
@@ -68,7 +68,7 @@ def iter_parts(plan: Plan, geometry: Geometry) -> Iterator[Part]:
             yield Part(nbytes, owners, receivers[needed])
 
 
-_Disjoint = tuple[Region, tuple[int, ...], tuple[tuple[int, int], ...], str]
+_Disjoint = tuple[Region, tuple[int, ...], tuple[Place, ...], str]
 
 
 def _disjoint(plan: Plan, planned: PlannedClass, geometry: Geometry) -> Iterator[_Disjoint]:
@@ -77,10 +77,9 @@ def _disjoint(plan: Plan, planned: PlannedClass, geometry: Geometry) -> Iterator
             yield cell.region, cell.owners, cell.needed, cell.wire_dtype
         return
     dtype = min((cell.wire_dtype for cell in planned.cells), key=itemsize)
-    by_region: dict[Region, list[tuple[int, int]]] = {}
+    by_region: dict[Region, list[Place]] = {}
     for place in sorted({place for cell in planned.cells for place in cell.needed}):
-        row = plan.tables[place[0]].rows[place[1]]
-        by_region.setdefault(at_origin(needed_region(row)), []).append(place)
+        by_region.setdefault(at_origin(needed_region(plan.row(place).region)), []).append(place)
     regions = tuple(sorted({cell.region for cell in planned.cells}, key=region_key))
     owners = {cell.region: cell.owners for cell in planned.cells}
     for shared in geometry.shared(regions, tuple(by_region)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -14,12 +14,12 @@ from wbridge.layout.source_map import SourceMap
 from wbridge.plan.balance import Balance
 from wbridge.plan.cells import find_cells
 from wbridge.plan.checks import check
-from wbridge.plan.classes import find_classes, find_members
+from wbridge.plan.classes import Members, find_classes, find_members
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.schedule import ALIGNMENT
-from wbridge.plan.tables import MapTable, tabulate
+from wbridge.plan.tables import Column, MapTable, tabulate
 from wbridge.plan.topology import Topology, find_links, hosts_of
-from wbridge.plan.types import Plan, PlannedClass
+from wbridge.plan.types import Plan, PlannedClass, PlannedRow, PlannedTable
 
 ANY_TOPOLOGY = Topology()
 
@@ -69,10 +69,12 @@ def plan_tables(
         PlannedClass(c.tensors, tuple(balance.divide(len(c.tensors), cell, geometry, config) for cell in own))
         for c, own in cells
     )
+    columns = tuple({id(row.column): row.column for table in members.tables for row in table.rows}.values())
     plan = Plan(
         workers=members.workers,
         hosts=placed,
-        tables=members.tables,
+        columns=columns,
+        tables=_without_columns(members, columns),
         table_of=members.table_of,
         classes=classes,
         num_unused_tensors=found.num_unused,
@@ -82,6 +84,17 @@ def plan_tables(
     plan = msgspec.structs.replace(plan, fingerprint=_fingerprint(plan))
     check(plan, geometry)
     return plan
+
+
+def _without_columns(members: Members, columns: Sequence[Column]) -> tuple[PlannedTable, ...]:
+    numbers = {id(column): number for number, column in enumerate(columns)}
+    return tuple(
+        PlannedTable(
+            tuple(PlannedRow(row.dtype, row.region, numbers[id(row.column)]) for row in table.rows),
+            table.indivisible,
+        )
+        for table in members.tables
+    )
 
 
 def _fingerprint(plan: Plan) -> str:

@@ -9,8 +9,9 @@ import msgspec
 from wbridge.errors import CoverageError
 from wbridge.layout.dtype import itemsize, wire_dtype
 from wbridge.layout.region import Region
-from wbridge.plan.classes import Members, Place, TensorClass, needed_region
+from wbridge.plan.classes import Members, TensorClass, needed_region
 from wbridge.plan.geometry import Geometry, at_origin, region_key
+from wbridge.plan.types import Place
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -65,7 +66,7 @@ def _by_region(members: Members, places: Sequence[Place], *, needed: bool) -> di
     found: dict[Region, list[Place]] = {}
     for place in places:
         row = members.row(place)
-        region = at_origin(needed_region(row)) if needed else row.region
+        region = at_origin(needed_region(row.region)) if needed else row.region
         found.setdefault(region, []).append(place)
     return {region: found[region] for region in sorted(found, key=region_key)}
 
@@ -84,7 +85,7 @@ def _partly_held(found: TensorClass, members: Members, geometry: Geometry, place
     held = tuple(_by_region(members, found.held, needed=False))
     for place in sorted(places, key=lambda place: rollouts[place[0]][0]):
         row = members.row(place)
-        region = at_origin(needed_region(row))
+        region = at_origin(needed_region(row.region))
         missing = [shared.region for shared in geometry.shared(held, (region,)) if not shared.held]
         if not missing:
             continue

@@ -8,7 +8,7 @@ from wbridge.errors import InternalError
 from wbridge.layout.dtype import itemsize
 from wbridge.plan.classes import needed_region
 from wbridge.plan.geometry import Geometry, at_origin, distinct
-from wbridge.plan.types import Group, Plan, PlannedCell, Transfer
+from wbridge.plan.types import Group, Place, Plan, PlannedCell, Transfer
 
 
 def check(plan: Plan, geometry: Geometry) -> None:
@@ -18,21 +18,23 @@ def check(plan: Plan, geometry: Geometry) -> None:
         InternalError: the plan breaks its contract; the message names the tensor and the numbers.
     """
     for planned in plan.classes:
-        delivered: dict[tuple[int, int], int] = {}
+        delivered: dict[Place, int] = {}
         for cell in planned.cells:
             _check_counts(plan, planned.tensors, cell)
             for place in cell.needed:
-                row = plan.tables[place[0]].rows[place[1]]
+                row = plan.row(place)
                 repeats = math.prod(extent for extent, _ in distinct(row.region)[1])
-                overlaps = geometry.overlaps(cell.region, at_origin(needed_region(row)))
+                wanted = at_origin(needed_region(row.region))
+                overlaps = geometry.overlaps(cell.region, wanted)
                 got = sum(math.prod(overlap.extents) for overlap in overlaps) * repeats
                 delivered[place] = delivered.get(place, 0) + got
-        for (table, number), got in delivered.items():
-            row = plan.tables[table].rows[number]
+        for place, got in delivered.items():
+            row = plan.row(place)
             if got != row.region.num_elements:
                 raise InternalError(
-                    f"plan {plan.fingerprint[:12]} delivers {got} elements of {planned.tensors[0]!r} to row"
-                    f" {number} of table {table}, which needs {row.region.num_elements}; please report it"
+                    f"plan {plan.fingerprint[:12]} delivers {got} elements of {planned.tensors[0]!r} to"
+                    f" row {place[1]} of table {place[0]}, which needs {row.region.num_elements};"
+                    " please report it"
                 )
 
 

@@ -16,10 +16,8 @@ from wbridge.errors import LayoutError, PlanError
 from wbridge.ids import WorkerId
 from wbridge.layout.region import Region
 from wbridge.plan.geometry import distinct
-from wbridge.plan.tables import MapTable, Row
-
-Place = tuple[int, int]
-"""A row of a table, by their indices."""
+from wbridge.plan.tables import Column, MapTable, Row
+from wbridge.plan.types import Place
 
 
 class Members(msgspec.Struct, frozen=True):
@@ -74,17 +72,18 @@ def find_members(tables: Mapping[WorkerId, MapTable]) -> Members:
     numbers = _Numbers()
     by_object: dict[int, int] = {}
     by_content: dict[object, int] = {}
-    distinct: list[MapTable] = []
+    found: list[MapTable] = []
     for worker in workers:
         table = tables[worker]
         if id(table) in by_object:
             continue
         content = tuple(numbers.of_row(row) for row in table.rows), table.indivisible
         if content not in by_content:
-            by_content[content] = len(distinct)
-            distinct.append(table)
+            by_content[content] = len(found)
+            rows = tuple(msgspec.structs.replace(row, column=numbers.same(row.column)) for row in table.rows)
+            found.append(MapTable(rows, table.indivisible))
         by_object[id(table)] = by_content[content]
-    return Members(workers, tuple(distinct), tuple(by_object[id(tables[worker])] for worker in workers))
+    return Members(workers, tuple(found), tuple(by_object[id(tables[worker])] for worker in workers))
 
 
 class _Numbers:
@@ -93,9 +92,14 @@ class _Numbers:
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
         self._numbers: dict[object, int] = {}
+        self._columns: dict[int, Column] = {}
 
     def of_row(self, row: Row) -> tuple[object, ...]:
         return row.shape, row.dtype, self._of(row.region), self._of(row.column)
+
+    def same(self, column: Column) -> Column:
+        """Return the first column that is equal to this one."""
+        return self._columns.setdefault(self._of(column), column)
 
     def _of(self, value: object) -> int:
         number = self._known.get(id(value))
@@ -222,9 +226,9 @@ def _class(
     return TensorClass(names, first.shape, first.dtype, tuple(held), tuple(needed))
 
 
-def needed_region(row: Row) -> Region:
-    """Return what a row needs, each element once."""
-    return distinct(row.region)[0]
+def needed_region(region: Region) -> Region:
+    """Return what a row of this region needs, each element once."""
+    return distinct(region)[0]
 
 
 def _who(members: Members, place: Place, role: str = "trainer") -> WorkerId:

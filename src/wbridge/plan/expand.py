@@ -12,13 +12,21 @@ from wbridge.plan.checks import check_group
 from wbridge.plan.classes import needed_region
 from wbridge.plan.geometry import Chunk, Geometry, at_origin, distinct
 from wbridge.plan.schedule import Inflow, Item, PackedGroup, schedule
-from wbridge.plan.tables import Row
-from wbridge.plan.types import Group, Outgoing, Piece, Plan, PlannedCell, PlannedClass, Transfer, WorkerPlan
+from wbridge.plan.tables import Column
+from wbridge.plan.types import (
+    Group,
+    Outgoing,
+    Piece,
+    Place,
+    Plan,
+    PlannedCell,
+    PlannedClass,
+    Transfer,
+    WorkerPlan,
+)
 
 Receivers = tuple[int, str]
 """Rollouts with one table, on one host if that has trainers: all of them get the same from the same."""
-
-Place = tuple[int, int]
 
 
 class Expansion:
@@ -84,6 +92,15 @@ class Expansion:
         for receivers, members in self._members.items():
             yield members, self._intake(receivers)
 
+    def pairs(self) -> Iterator[tuple[set[int], list[int]]]:
+        """Yield who writes to whom: some writers, and receivers to each of which all of them write."""
+        for (table, host), members in self._members.items():
+            writers: set[int] = set()
+            for part in self._parts(table):
+                counts = zip(part.cell.owners, part.counts(host), strict=True)
+                writers.update(owner for owner, count in counts if count)
+            yield writers, members
+
     def _outgoing(self, writer: int) -> list[Outgoing]:
         found: list[Outgoing] = []
         for receivers, members in self._members.items():
@@ -117,14 +134,14 @@ class Expansion:
     def geometry(self) -> Geometry:
         return self._geometry
 
-    def row(self, place: Place) -> Row:
-        return self._plan.tables[place[0]].rows[place[1]]
+    def column(self, place: Place) -> Column:
+        return self._plan.columns[self._plan.row(place).column]
 
     def positions(self, part: _Part, place: Place) -> list[int]:
         """Return where in the column of a row each tensor of a class is."""
         key = (part.number, place)
         if key not in self._positions:
-            column = self.row(place).column.tensors
+            column = self.column(place).tensors
             if len(column) == len(part.planned.tensors):
                 self._positions[key] = list(range(len(column)))
             else:
@@ -182,7 +199,7 @@ class Intake:
     def _inflow(self, part: _Part, host: str) -> Inflow:
         cell = part.cell
         element_nbytes = itemsize(cell.wire_dtype)
-        wanted, geometry = at_origin(needed_region(self._shared.row(part.place))), self._shared.geometry
+        wanted, geometry = at_origin(needed_region(self._plan.row(part.place).region)), self._shared.geometry
         sizes = tuple(
             sum(overlap.num_wire_elements for overlap in geometry.overlaps(block, wanted)) * element_nbytes
             for block in geometry.blocks(cell.region, cell.max_elements)
@@ -199,25 +216,24 @@ class Intake:
     def _way(self, inflow: int, writer: int) -> _Way:
         key = (inflow, self._plan.table_of[writer])
         if key not in self._ways:
-            self._ways[key] = _Way(self._parts[inflow], key[1], self._shared)
+            self._ways[key] = _Way(self._plan, self._parts[inflow], key[1], self._shared)
         return self._ways[key]
 
 
 class _Way:
     """How the blocks of one cell lie with the writers of one table and with one receiving row."""
 
-    def __init__(self, part: _Part, table: int, shared: Expansion) -> None:
+    def __init__(self, plan: Plan, part: _Part, table: int, shared: Expansion) -> None:
         cell = part.cell
         held_place = next(place for place in cell.held if place[0] == table)
-        self._held, self._needed = shared.row(held_place), shared.row(part.place)
+        self._held, self._needed = shared.column(held_place), shared.column(part.place)
         self._held_at = shared.positions(part, held_place)
         self._needed_at = shared.positions(part, part.place)
         self._tensors, self._wire_dtype = part.planned.tensors, cell.wire_dtype
-        wanted, repeats = distinct(self._needed.region)
-        self._repeats = repeats
-        geometry = shared.geometry
+        wanted, repeats = distinct(plan.row(part.place).region)
+        held, geometry = plan.row(held_place).region, shared.geometry
         self._chunks = [
-            [_Loops(chunk, repeats) for chunk in geometry.chunks(self._held.region, at_origin(wanted), block)]
+            [_Loops(chunk, repeats) for chunk in geometry.chunks(held, at_origin(wanted), block)]
             for block in geometry.blocks(cell.region, cell.max_elements)
         ]
         self._element_nbytes = itemsize(cell.wire_dtype)
@@ -226,7 +242,7 @@ class _Way:
         return len(self._chunks[item.block])
 
     def transfers(self, item: Item, end: int) -> Iterator[Transfer]:
-        held, needed = self._held.column, self._needed.column
+        held, needed = self._held, self._needed
         source, target = self._held_at[item.tensor], self._needed_at[item.tensor]
         for loops in self._chunks[item.block]:
             yield Transfer(

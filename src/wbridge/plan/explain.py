@@ -193,10 +193,10 @@ def _memory(plan: Plan, expansion: Expansion, config: Config) -> tuple[SlotMemor
         for place in {place for cell in planned.cells for place in cell.held}:
             needed[place] += len(planned.tensors)
     shards: dict[int, int] = {}
-    for (table, number), num_tensors in needed.items():
-        row = plan.tables[table].rows[number]
+    for place, num_tensors in needed.items():
+        row = plan.row(place)
         nbytes = num_tensors * row.region.num_elements * itemsize(row.dtype)
-        shards[table] = shards.get(table, 0) + nbytes
+        shards[place[0]] = shards.get(place[0], 0) + nbytes
     for k, own in sent.items():
         found[k] = SlotMemory(
             worker=str(plan.workers[k]),

@@ -54,9 +54,9 @@ def find_traffic(plan: Plan, geometry: Geometry) -> Traffic:
     for planned in plan.classes:
         for cell in planned.cells:
             sent = {host: _by_owner(cell, counts, geometry) for host, counts in cell.counts.items()}
-            source = _dtype(plan, cell.held[0])
+            source = plan.row(cell.held[0]).dtype
             for place in cell.needed:
-                target = _dtype(plan, place)
+                target = plan.row(place).dtype
                 for host, members in receivers[place[0]].items():
                     for index in members:
                         for owner, nbytes in sent[host]:
@@ -91,10 +91,6 @@ def _by_owner(cell: PlannedCell, counts: Sequence[int], geometry: Geometry) -> l
     for unit, turn in enumerate(spread(counts)):
         sent[turn] = sent.get(turn, 0) + sizes[unit % len(sizes)]
     return [(cell.owners[turn], nbytes) for turn, nbytes in sorted(sent.items())]
-
-
-def _dtype(plan: Plan, place: tuple[int, int]) -> str:
-    return plan.tables[place[0]].rows[place[1]].dtype
 
 
 def _sums(amounts: Iterable[tuple[int, int]]) -> dict[int, int]:

@@ -8,7 +8,10 @@ from wbridge.errors import PlanError
 from wbridge.ids import WorkerId
 from wbridge.layout.dtype import itemsize
 from wbridge.layout.region import Region, Strided
-from wbridge.plan.tables import MapTable
+from wbridge.plan.tables import Column
+
+Place = tuple[int, int]
+"""A row of a table, by their indices."""
 
 
 class Transfer(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -63,9 +66,9 @@ class PlannedCell(msgspec.Struct, frozen=True, array_like=True):
 
     region: Region
     wire_dtype: str
-    held: tuple[tuple[int, int], ...]
+    held: tuple[Place, ...]
     """(table, row) of trainers, one row for each table."""
-    needed: tuple[tuple[int, int], ...]
+    needed: tuple[Place, ...]
     """(table, row) of rollouts."""
     num_blocks: int
     max_elements: int
@@ -77,6 +80,21 @@ class PlannedCell(msgspec.Struct, frozen=True, array_like=True):
     def nbytes(self) -> int:
         """Of one tensor."""
         return self.region.num_elements * itemsize(self.wire_dtype)
+
+
+class PlannedRow(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors that parameters of one dtype hold by one region; `column` is an index into the plan's."""
+
+    dtype: str
+    region: Region
+    column: int
+
+
+class PlannedTable(msgspec.Struct, frozen=True, array_like=True):
+    """What some equal workers hold or need, and which sets of tensors their loader needs in one call."""
+
+    rows: tuple[PlannedRow, ...]
+    indivisible: tuple[tuple[str, ...], ...]
 
 
 class PlannedClass(msgspec.Struct, frozen=True, array_like=True):
@@ -95,7 +113,8 @@ class Plan(msgspec.Struct, frozen=True):
     workers: tuple[WorkerId, ...]
     hosts: tuple[str, ...]
     """Of each worker."""
-    tables: tuple[MapTable, ...]
+    columns: tuple[Column, ...]
+    tables: tuple[PlannedTable, ...]
     table_of: tuple[int, ...]
     """The table of each worker."""
     classes: tuple[PlannedClass, ...]
@@ -103,6 +122,9 @@ class Plan(msgspec.Struct, frozen=True):
     """Tensors that trainers hold and no rollout needs."""
     slot_nbytes: int
     fingerprint: str
+
+    def row(self, place: Place) -> PlannedRow:
+        return self.tables[place[0]].rows[place[1]]
 
     def index(self, worker: WorkerId) -> int:
         """Return the place of `worker` in `workers`.

@@ -32,6 +32,7 @@ from wbridge.control.messages import (
     Welcome,
     WorkerLost,
 )
+from wbridge.control.planning import unpacked_slice
 from wbridge.control.rendezvous import Rendezvous, look_up
 from wbridge.errors import (
     BarrierTimeout,
@@ -43,6 +44,7 @@ from wbridge.errors import (
 )
 from wbridge.ids import Epoch, WorkerId
 from wbridge.layout.source_map import SourceMap
+from wbridge.plan.tables import tabulate
 from wbridge.plan.types import WorkerPlan
 
 _log = logging.getLogger(__name__)
@@ -129,7 +131,7 @@ class Member:
     def __init__(self, job: Job, role: Role, source_map: SourceMap, connect_timeout_s: float) -> None:
         self._job = job
         self._role = role
-        self._source_map = msgspec.msgpack.encode(source_map)
+        self._table = msgspec.msgpack.encode(tabulate(source_map))
         self._connect_timeout_s = connect_timeout_s
         self._lease: LeasedConnection | None = None
         self._detached = anyio.Event()
@@ -256,7 +258,7 @@ class Member:
             tasks.start_soon(lease.run)
             addresses = await self._open(tasks, job, welcome, connection)
             patience_s = self._connect_timeout_s
-            lease.post(Join(self._source_map, addresses.transport, addresses.lockstep, patience_s))
+            lease.post(Join(self._table, addresses.transport, addresses.lockstep, patience_s))
             self._lease = lease
             lost = ""
             try:
@@ -365,7 +367,7 @@ class Member:
     ) -> None:
         with scope:
             async with self._start_lock:
-                plan = await anyio.to_thread.run_sync(_decode_plan, start.worker_plan)
+                plan = await anyio.to_thread.run_sync(unpacked_slice, start.plan, self._job.worker)
                 try:
                     await self._role.start_epoch(start, plan, config)
                 except PeerLost as exc:
@@ -374,10 +376,6 @@ class Member:
                     )
                 else:
                     lease.post(EpochReady(start.epoch))
-
-
-def _decode_plan(packed: bytes) -> WorkerPlan:
-    return msgspec.msgpack.decode(packed, type=WorkerPlan)
 
 
 def first_error(group: BaseExceptionGroup[E]) -> E:

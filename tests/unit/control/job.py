@@ -27,10 +27,12 @@ from wbridge.control.messages import (
     Message,
     Welcome,
 )
+from wbridge.control.planning import unpacked_slice
 from wbridge.control.rendezvous import TcpRendezvous
 from wbridge.ids import Epoch, WorkerId
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, ParameterSpec, SourceMap, TensorSpec
+from wbridge.plan.tables import tabulate
 from wbridge.plan.types import WorkerPlan
 
 SECRET = b"of this job"
@@ -111,7 +113,7 @@ class Worker:
         return await self._tasks.__aexit__(kind, value, trace)
 
     def join(self, described: SourceMap | None = None, patience_s: float = 0.0) -> None:
-        encoded = msgspec.msgpack.encode(described or source_map(self.id))
+        encoded = msgspec.msgpack.encode(tabulate(described or source_map(self.id)))
         address = f"address of {self.id}".encode()
         self.lease.post(Join(encoded, address, f"lockstep of {self.id}", patience_s))
 
@@ -130,7 +132,7 @@ class Worker:
         start = await self.be_ready()
         assert await self.next() == EpochLive(start.epoch)
         self.epoch = start.epoch
-        return msgspec.msgpack.decode(start.worker_plan, type=WorkerPlan)
+        return unpacked_slice(start.plan, self.id)
 
     def post(self, message: FlowMessage) -> None:
         assert self.epoch is not None

@@ -4,7 +4,6 @@ import logging
 from contextlib import AsyncExitStack
 
 import anyio
-import msgspec
 import pytest
 
 from tests.unit.control.job import SECRET, Worker, live, rollout, running, source_map, together, trainer
@@ -14,6 +13,7 @@ from wbridge.control.client import request_status
 from wbridge.control.connection import connect_tcp, split_address
 from wbridge.control.coordinator import Coordinator
 from wbridge.control.messages import Bye, EpochLive, EpochReady, EpochStart, Join, WorkerLost
+from wbridge.control.planning import unpacked_slice
 from wbridge.control.rendezvous import TcpRendezvous
 from wbridge.errors import (
     AuthenticationError,
@@ -24,7 +24,6 @@ from wbridge.errors import (
     ProtocolError,
 )
 from wbridge.ids import Epoch, WorkerId
-from wbridge.plan.types import WorkerPlan
 
 pytestmark = pytest.mark.anyio
 
@@ -107,7 +106,7 @@ async def test_c64_identities_are_explicit_and_never_computed() -> None:
         for identity in identities:
             start = workers[identity].start
             assert start is not None
-            plan = msgspec.msgpack.decode(start.worker_plan, type=WorkerPlan)
+            plan = unpacked_slice(start.plan, identity)
             assert plan.worker == identity
             assert plan.incoming[0].pieces[0].transfers[0].source.offset == identity.rank * 16
 

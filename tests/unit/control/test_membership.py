@@ -7,6 +7,7 @@ from wbridge.control.lease import LeasedConnection
 from wbridge.control.membership import MAX_NAMED, Joined, Member, Membership
 from wbridge.control.messages import Hello
 from wbridge.ids import WorkerId
+from wbridge.plan.tables import tabulate
 
 
 class Elsewhere:
@@ -20,7 +21,7 @@ def member(worker: WorkerId, *, joined: bool = True, token: str = "") -> Member:
     member = Member(hello, cast(LeasedConnection, Elsewhere()))  # cast: nothing is sent here
     if joined:
         member.joined = Joined(
-            source_map=source_map(worker),
+            table=tabulate(source_map(worker)),
             digest=str(worker).encode(),
             transport_address=b"",
             lockstep_address="",
@@ -98,5 +99,5 @@ def test_replicas_share_one_map() -> None:
     group = membership(first, member(rollout("e1"), joined=False))
 
     assert first.joined is not None
-    assert group.find_map(first.joined.digest) is first.joined.source_map
-    assert group.find_map(b"another") is None
+    assert group.find_table(first.joined.digest) is first.joined.table
+    assert group.find_table(b"another") is None

@@ -89,7 +89,7 @@ async def test_a_plan_that_fails_without_a_lost_engine_ends_the_request(
         def fail(*_: object) -> None:
             raise PlanError("only the lost engine held it")
 
-        monkeypatch.setattr(epochs, "build_slices", fail)
+        monkeypatch.setattr(epochs, "build_planned", fail)
         t.lease.post(Reconfigure(1, ASYNC, 5.0))
         assert await t.next() == Reconfigured(1, "PlanError", "only the lost engine held it")
 
