@@ -11,6 +11,7 @@ import torch
 
 from wbridge.config import Config
 from wbridge.device.select import open_device
+from wbridge.native.ucx import why_missing
 from wbridge.testing.conformance import CHECKS, DEADLINE_S, OpenPair, Pair
 from wbridge.testing.faults import Faults, FaultyTransport
 from wbridge.transport.loopback import LoopbackTransport
@@ -29,16 +30,65 @@ async def loopback() -> AsyncIterator[Pair]:
 
 @asynccontextmanager
 async def ucxx() -> AsyncIterator[Pair]:
-    pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
-    async with UcxxTransport("sender") as sender, UcxxTransport("receiver") as receiver:
-        yield Pair(sender, receiver)
+    async with native_pair("one", "one") as pair:
+        yield pair
 
 
 @asynccontextmanager
 async def ucxx_between_hosts() -> AsyncIterator[Pair]:
-    pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
-    async with UcxxTransport("sender", host="a") as sender, UcxxTransport("receiver", host="b") as receiver:
+    async with native_pair("a", "b") as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def native_pair(sender_host: str, receiver_host: str) -> AsyncIterator[Pair]:
+    if (why := why_missing()) is not None:
+        pytest.skip(why)
+    async with (
+        UcxxTransport("sender", host=sender_host, native=True) as sender,
+        UcxxTransport("receiver", host=receiver_host, native=True) as receiver,
+    ):
         yield Pair(sender, receiver)
+
+
+@asynccontextmanager
+async def ucxx_in_python() -> AsyncIterator[Pair]:
+    async with python_pair("one", "one") as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def ucxx_in_python_between_hosts() -> AsyncIterator[Pair]:
+    async with python_pair("a", "b") as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def python_pair(sender_host: str, receiver_host: str) -> AsyncIterator[Pair]:
+    pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
+    async with (
+        UcxxTransport("sender", host=sender_host, native=False) as sender,
+        UcxxTransport("receiver", host=receiver_host, native=False) as receiver,
+    ):
+        yield Pair(sender, receiver)
+
+
+@asynccontextmanager
+async def ucxx_from_native_to_python() -> AsyncIterator[Pair]:
+    pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
+    if (why := why_missing()) is not None:
+        pytest.skip(why)
+    async with (
+        UcxxTransport("sender", native=True) as sender,
+        UcxxTransport("receiver", native=False) as receiver,
+    ):
+        yield Pair(sender, receiver)
+
+
+@asynccontextmanager
+async def ucxx_from_python_to_native() -> AsyncIterator[Pair]:
+    async with ucxx_from_native_to_python() as pair:
+        yield Pair(pair.receiver, pair.sender)
 
 
 @asynccontextmanager
@@ -86,6 +136,10 @@ async def faulty() -> AsyncIterator[Pair]:
         pytest.param(shared_memory_of_a_gpu, marks=pytest.mark.gpu),
         ucxx,
         ucxx_between_hosts,
+        ucxx_in_python,
+        ucxx_in_python_between_hosts,
+        ucxx_from_native_to_python,
+        ucxx_from_python_to_native,
         nearest,
         faulty,
     ],

@@ -17,7 +17,7 @@ from tests.unit.session.job import rendezvous
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
-WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['ucxx', 'cuda', 'rmm']))\n"
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['ucxx', 'libucx', 'cuda', 'rmm']))\n"
 ENGINE = """
 rollout = Rollout()
 with wbridge.sync.ReceiverAdapter(rollout.target, rendezvous=url, config={"mode": mode}) as receiver:

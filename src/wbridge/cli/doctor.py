@@ -14,6 +14,7 @@ import msgspec
 from wbridge import __version__, native
 from wbridge.cli.table import print_table
 from wbridge.errors import WBridgeError
+from wbridge.native import ucx
 from wbridge.native.extension import num_copy_threads, why_missing
 from wbridge.transport.host import host_identity
 
@@ -32,7 +33,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def run(options: argparse.Namespace) -> int:
-    findings = [_packages(), _copies(), _host(), _hosts(), _rdma(), _gpu(), _gpu_processes()]
+    findings = [_packages(), _copies(), _host(), _hosts(), _puts(), _rdma(), _gpu(), _gpu_processes()]
     verdicts = {True: "ok", False: "missing", None: "absent"}
     print_table(("what", "verdict", "detail"), ((f.subject, verdicts[f.ok], f.detail) for f in findings))
     return 1 if any(finding.ok is False for finding in findings) else 0
@@ -65,6 +66,14 @@ def _hosts() -> Finding:
         return f"ucxx {ucxx.__version__}, UCX {'.'.join(map(str, ucxx.get_ucx_version()))} in {_ucx_folder()}"
 
     return _try("between hosts", version)
+
+
+def _puts() -> Finding:
+    """Without the native worker the bytes between hosts pass through Python's loop."""
+    missing = ucx.why_missing()
+    if missing is None:
+        return Finding("UCX puts", True, "native: bytes reach a receiver whatever its Python does")
+    return Finding("UCX puts", None, f"slow, and only while the receiver's loop runs: {missing}")
 
 
 def _rdma() -> Finding:

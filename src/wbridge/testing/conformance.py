@@ -328,7 +328,7 @@ async def check_counters_count_what_was_sent(open_pair: OpenPair) -> None:
             await endpoint.put(memoryview(bytes(slot.nbytes)), remote, b"")
         await endpoint.send(b"x")
         expected = {"puts": len(_SIZES), "put_nbytes": sum(_SIZES), "messages": 1}
-        assert pair.sender.counters == expected
+        assert pair.sender.counters.items() >= expected.items()
         assert set(pair.receiver.counters.values()) == {0}
 
 

@@ -133,7 +133,10 @@ class Transport(Protocol):
 
     @property
     def counters(self) -> dict[str, int]:
-        """`puts`, `put_nbytes`, `messages` sent so far: measured, not planned."""
+        """`puts`, `put_nbytes`, `messages` sent so far: measured, not planned.
+
+        `one_sided_nbytes`: of `put_nbytes`, what UCX wrote into the peer's memory without the peer's Python.
+        """
         ...
 
     async def connect(self, address: bytes, peer: str) -> Endpoint:

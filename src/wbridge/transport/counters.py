@@ -10,6 +10,7 @@ class Counters:
         self.puts: int = 0
         self.put_nbytes: int = 0
         self.messages: int = 0
+        self.one_sided_nbytes: int = 0
 
     def add_put(self, nbytes: int) -> None:
         self.puts += 1
@@ -18,5 +19,9 @@ class Counters:
     def add_message(self) -> None:
         self.messages += 1
 
+    def add_one_sided(self, nbytes: int) -> None:
+        """Of `put_nbytes`, what UCX wrote into the peer's memory without the peer's Python."""
+        self.one_sided_nbytes += nbytes
+
     def as_dict(self) -> dict[str, int]:
-        return {"puts": self.puts, "put_nbytes": self.put_nbytes, "messages": self.messages}
+        return dict(vars(self))

@@ -13,6 +13,7 @@ import msgspec
 from wbridge.config import Config
 from wbridge.device.base import Access, Buffer
 from wbridge.errors import ConfigError, NativeUnavailable, ProtocolError
+from wbridge.native.ucx import why_missing
 from wbridge.transport.base import Endpoint, RemoteSlot
 from wbridge.transport.counters import Counters
 from wbridge.transport.exposures import Exposures
@@ -172,20 +173,28 @@ class Transports:
     def register(self, buffer: Buffer) -> None:
         if self._shared_memory is not None:
             self._shared_memory.register(buffer)
+        if self._ucxx is not None:
+            self._ucxx.register(buffer)
 
     def unregister(self, buffer: Buffer) -> None:
         if self._shared_memory is not None:
             self._shared_memory.unregister(buffer)
+        if self._ucxx is not None:
+            self._ucxx.unregister(buffer)
 
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
         """See `Transport.expose`. For the transport by which `peer` was connected."""
         if self._shared_memory is not None and peer in self._mapped:
             return self._shared_memory.expose(memory, peer)
+        if self._ucxx is not None:
+            return self._ucxx.expose(memory, peer)  # shares what is exposed with loopback
         return self._loopback.expose(memory, peer)
 
     async def withdraw(self, remote: RemoteSlot) -> bool:
         if self._shared_memory is not None and is_slot_token(remote.token):
             return await self._shared_memory.withdraw(remote)
+        if self._ucxx is not None:
+            return await self._ucxx.withdraw(remote)
         return await self._exposures.withdraw(remote)
 
     async def aclose(self) -> None:
@@ -194,7 +203,7 @@ class Transports:
 
 
 def _has_ucxx() -> bool:
-    return importlib.util.find_spec("ucxx") is not None
+    return importlib.util.find_spec("ucxx") is not None or why_missing() is None
 
 
 def _decode(address: bytes, peer: str) -> _Address:

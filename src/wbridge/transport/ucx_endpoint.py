@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Final
 
@@ -19,16 +20,21 @@ from wbridge.transport.ucx_frames import (
     End,
     Flush,
     Flushed,
+    Forget,
     Frame,
     Gone,
     Hello,
+    Region,
+    Revoke,
     Small,
     Taken,
     Text,
     Welcome,
     data_tag,
 )
-from wbridge.transport.ucx_worker import Route, Transfer, UcxWorker
+from wbridge.transport.ucx_grants import Grant, decode_grant
+from wbridge.transport.ucx_transfer import Route, Transfer, Worker
+from wbridge.transport.ucx_writing import Writing
 
 SMALL_NBYTES: Final = 4096
 """Puts up to this travel in one frame with their notification."""
@@ -47,8 +53,9 @@ class UcxxEndpoint:
         *,
         connection: int,
         peer: str,
-        worker: UcxWorker,
+        worker: Worker,
         route: Route,
+        writing: Writing | None,
         send: Callable[[Frame], None],
         counters: Counters,
         close_timeout_s: float,
@@ -58,6 +65,7 @@ class UcxxEndpoint:
         self._peer = peer
         self._worker = worker
         self._route = route
+        self._writing = writing
         self._send = send
         self._counters = counters
         self._close_timeout_s = close_timeout_s
@@ -102,8 +110,12 @@ class UcxxEndpoint:
                     await self._room.acquire()
                     self._send(Small(self.connection, remote.token, bytes(source), notify))
             else:
+                grant = decode_grant(remote.token)
                 async with self._large:
-                    await self._put_large(source, remote, notify)
+                    if grant is None:
+                        await self._put_large(source, remote, notify)
+                    else:
+                        await self._write(source, grant, notify)
             self._counters.add_put(source.nbytes)
 
     async def send(self, payload: bytes) -> None:
@@ -116,7 +128,9 @@ class UcxxEndpoint:
             self._counters.add_message()
 
     async def flush(self) -> None:
-        """See `Endpoint.flush`. Returns at once if the peer is gone, or the endpoint closed."""
+        """See `Endpoint.flush`. Returns at once if the peer is dead, or the endpoint closed."""
+        if self._writing is not None and not self._closed.is_set():
+            await self._writing.wait_still()
         if not self._lost and not self._closed.is_set():
             for transfer in list(self._transfers):
                 await transfer.stopped.wait()
@@ -136,6 +150,8 @@ class UcxxEndpoint:
                 return
             self._closing = True
             self._operations.end(self._closed_error)
+            if self._writing is not None:
+                self._writing.end()
             has_opened = self._answered.is_set()
             self._answered.set()
             try:
@@ -144,10 +160,11 @@ class UcxxEndpoint:
                         await self.flush()
                     self._silent = flushing.cancelled_caught and not self._lost
                 if not self._lost:
-                    self._send(Bye(self.connection))
+                    self._send(Bye(self.connection, self._writing is None or self._writing.is_still))
             finally:
                 self._closed.set()
                 self._settle()
+                self._forsake_writing()
                 self._forget()
 
     def on_frame(self, frame: Frame) -> None:
@@ -160,6 +177,12 @@ class UcxxEndpoint:
             case Flushed():
                 if (answered := self._flushes.get(frame.number)) is not None:
                     answered.set()
+            case Region() if self._writing is not None:
+                self._writing.learn(frame)
+            case Forget() if self._writing is not None:
+                self._writing.forget(frame)
+            case Revoke() if self._writing is not None and (grant := decode_grant(frame.token)) is not None:
+                self._writing.revoke(grant)
             case Gone():
                 self.lose()
             case _:
@@ -171,6 +194,14 @@ class UcxxEndpoint:
         self._operations.end(self._lost_error)
         self._answered.set()
         self._settle()
+        if self._writing is not None:  # what does not stop by itself hangs, and then reads nothing
+            self._writing.end()
+            asyncio.get_running_loop().call_later(self._close_timeout_s, self._writing.forsake)
+
+    def die(self) -> None:
+        """The peer's process has ended: what is written to it goes nowhere."""
+        self.lose()
+        self._forsake_writing()
 
     async def _ask_to_flush(self) -> None:
         self._num_flushes += 1
@@ -204,6 +235,24 @@ class UcxxEndpoint:
             if not self._lost:
                 self._send(Drop(self.connection, remote.token))
             raise
+
+    async def _write(self, source: memoryview, grant: Grant, notify: bytes) -> None:
+        """Write into the peer's memory, and notify once the bytes are there."""
+        if self._writing is None or grant.connection != self.connection:
+            return  # granted to another connection, which is over
+        transfer = await self._writing.start(grant, source)
+        if transfer is None:
+            return
+        await transfer.stopped.wait()
+        transfer.raise_if_failed(self._peer)
+        async with self._order:
+            await self._room.acquire()
+            self._send(End(self.connection, grant.encode(), notify))
+        self._counters.add_one_sided(source.nbytes)
+
+    def _forsake_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.forsake()
 
     def _give_room(self, count: int) -> None:
         for _ in range(count):

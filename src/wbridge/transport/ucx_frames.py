@@ -19,6 +19,8 @@ class UcxAddress(msgspec.Struct, frozen=True):
     worker: bytes
     host: str
     process: str
+    puts: bool
+    """Whether it writes into the memory of peers; otherwise bytes go to it and come from it as messages."""
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -90,15 +92,44 @@ class Taken(_Frame, frozen=True):
     count: int
 
 
+class Region(_Frame, frozen=True):
+    """Memory of the accepting side where grants may lie; told once."""
+
+    number: int
+    address: int
+    nbytes: int
+    key: bytes
+
+
+class Forget(_Frame, frozen=True):
+    """The accepting side has no such memory any more."""
+
+    number: int
+
+
+class Revoke(_Frame, frozen=True):
+    """Answer `Revoked` when nothing of this grant is being written, and write nothing more."""
+
+    token: bytes
+
+
+class Revoked(_Frame, frozen=True):
+    token: bytes
+
+
 class Bye(_Frame, frozen=True):
-    """The connecting side closed the connection."""
+    """The connecting side closed the connection; `is_still`: it writes nothing any more."""
+
+    is_still: bool = True
 
 
 class Gone(_Frame, frozen=True):
     """The accepting side closed its transport."""
 
 
-Frame: TypeAlias = Hello | Welcome | Text | Small | Begin | End | Drop | Flush | Flushed | Taken | Bye | Gone
+ToReceiver: TypeAlias = Text | Small | Begin | End | Drop | Flush | Revoked | Bye
+ToSender: TypeAlias = Welcome | Flushed | Taken | Region | Forget | Revoke | Gone
+Frame: TypeAlias = Hello | ToReceiver | ToSender
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from wbridge.errors import ProtocolError
@@ -18,16 +18,21 @@ from wbridge.transport.ucx_frames import (
     End,
     Flush,
     Flushed,
+    Forget,
     Frame,
     Gone,
     Hello,
+    Region,
+    Revoke,
+    Revoked,
     Small,
     Taken,
     Text,
     Welcome,
     data_tag,
 )
-from wbridge.transport.ucx_worker import Transfer, UcxWorker
+from wbridge.transport.ucx_grants import Grants, Registered, decode_grant
+from wbridge.transport.ucx_transfer import Transfer, Worker
 
 WINDOW: Final = 128
 """Messages that one connection may have unread at the receiver: the bound of its back-pressure."""
@@ -42,7 +47,7 @@ class Incoming:
         self,
         hello: Hello,
         *,
-        worker: UcxWorker,
+        worker: Worker,
         send: Callable[[Frame], None],
         inbox: Inbox,
         exposures: Exposures,
@@ -59,9 +64,25 @@ class Incoming:
         self._flushes: list[tuple[int, set[bytes]]] = []
         self._num_taken = 0
         self._closed = False
+        self.grants: Grants = Grants(
+            hello.connection, lambda token: self._reply(Revoke(hello.connection, token))
+        )
 
-    def welcome(self) -> None:
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    def welcome(self, regions: Iterable[Registered]) -> None:
+        """Accept the connection, which may be granted slots in these regions."""
+        for region in regions:
+            self.show(region)
         self._send(Welcome(self.hello.connection, WINDOW))
+
+    def show(self, region: Registered) -> None:
+        self._reply(Region(self.hello.connection, region.number, region.address, region.nbytes, region.key))
+
+    def hide(self, region: int) -> None:
+        self._reply(Forget(self.hello.connection, region))
 
     def on_frame(self, frame: Frame) -> None:
         match frame:
@@ -71,6 +92,12 @@ class Incoming:
                 self._on_small(frame)
             case Begin():
                 self._on_begin(frame)
+            case End() if (grant := decode_grant(frame.token)) is not None:
+                self._arrive(_Arrival(frame.notify, dropped=not self.grants.settle(grant)))
+                self._forget_if_idle()
+            case Revoked() if (grant := decode_grant(frame.token)) is not None:
+                self.grants.settle(grant)
+                self._forget_if_idle()
             case End():
                 if (landing := self._puts.get(frame.token)) is not None:
                     landing.notify, landing.over = frame.notify, True
@@ -85,6 +112,8 @@ class Incoming:
                 self._answer_flushes()
             case Bye():
                 self._closed = True
+                if frame.is_still:
+                    self.grants.end()
                 self._forget_if_idle()
             case _:
                 raise ProtocolError(f"{self.hello.name} sent {type(frame).__name__} to a receiver")
@@ -92,9 +121,15 @@ class Incoming:
     def die(self) -> None:
         """The sender's process is dead: once what it has sent is handled, nothing of it is written."""
         self._worker.drive()
+        self.grants.end()
+        self.end()
+
+    def end(self) -> None:
+        """Nothing is received any more. What was granted is written, if its sender has not said otherwise."""
         self._closed = True
         for token in self._running():
             self._exposures.finish(token)
+        self.grants.doubt()
         self._forget()
 
     def lose(self) -> None:
@@ -102,6 +137,7 @@ class Incoming:
         self._closed = True
         for token in self._running():
             self._exposures.doubt(token)
+        self.grants.doubt()
         self._forget()
 
     def close(self) -> None:
@@ -112,7 +148,7 @@ class Incoming:
 
     def _forget_if_idle(self) -> None:
         """A closed connection is still watched while bytes of it are on their way."""
-        if self._closed and not self._running():
+        if self._closed and not self._running() and not self.grants.num_open:
             self._forget()
 
     def _running(self) -> set[bytes]:

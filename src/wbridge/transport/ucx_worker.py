@@ -10,21 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
-
-import anyio
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from wbridge.errors import EndpointClosed, NativeUnavailable, PeerLost
+from wbridge.transport.ucx_transfer import EAGER_NBYTES, FRAME_NBYTES, FRAME_TAG, Route, Transfer
 
 if TYPE_CHECKING:
-    from ucxx._lib.libucxx import UCXEndpoint, UCXRequest
+    from ucxx._lib.libucxx import UCXRequest
 
-FRAME_NBYTES: Final = 66 * 1024
-"""The largest control frame: a message of 64 KiB and its header."""
 _NUM_POSTED: Final = 16
-_FRAME_TAG: Final = 1
-_EAGER_NBYTES: Final = "128k"
-"""Frames stay below this, so that none waits for its sender; longer puts go straight into their slot."""
 _CLOSE_ROUNDS: Final = 1000
 _IDLE_ROUNDS: Final = 4
 _FIRST_PAUSE_S: Final = 10e-6
@@ -49,56 +43,24 @@ def load_ucxx() -> tuple[Any, Any]:
     return libucxx, arr
 
 
-class Transfer:
-    """One send or receive; holds its memory until UCX has let go of it."""
-
-    def __init__(
-        self, request: UCXRequest, memory: object, then: Callable[[Transfer], None], receive_tag: int
-    ) -> None:
-        self.request = request
-        self.memory: object = memory
-        self.receive_tag = receive_tag
-        self.stopped: anyio.Event = anyio.Event()
-        self.error: Exception | None = None
-        self._then = then
-
-    def settle(self, error: Exception | None) -> None:
-        self.error = self.error or error
-        self.memory = None
-        self.stopped.set()
-        self._then(self)
-
-    def forsake(self) -> None:
-        """Let those who wait go on: the peer is gone. UCX may still hold the memory, so it is kept."""
-        self.error = self.error or ConnectionResetError("the peer is gone")
-        self.stopped.set()
-
-    def raise_if_failed(self, peer: str) -> None:
-        if self.error is not None:
-            raise PeerLost(
-                f"transfer with {peer} failed: {self.error!r}; reconnect, or go on without it"
-            ) from self.error
-
-
-class Route:
-    """The way to one peer. It ends with its worker."""
-
-    def __init__(self, ucx: UCXEndpoint) -> None:
-        self.ucx = ucx
+class _Running(NamedTuple):
+    request: UCXRequest
+    transfer: Transfer
+    receive_tag: int
 
 
 class UcxWorker:
-    """Sends and receives on the loop that opened it; received frames are passed to `on_frame` in order."""
+    """Implements `Worker` with the bindings; received frames are passed to `on_frame` in order."""
 
     def __init__(self, on_frame: Callable[[memoryview], None]) -> None:
         self._lib, self._arr = load_ucxx()
         features = (self._lib.Feature.TAG, self._lib.Feature.WAKEUP)
-        self._context = self._lib.UCXContext({"RNDV_THRESH": _EAGER_NBYTES}, features)
+        self._context = self._lib.UCXContext({"RNDV_THRESH": EAGER_NBYTES}, features)
         self._worker = self._lib.UCXWorker(self._context)
         self._worker.init_blocking_progress_mode()
         self._on_frame = on_frame
         self._loop = asyncio.get_running_loop()
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, _Running] = {}
         self._frames: deque[tuple[UCXRequest, bytearray]] = deque()
         self._routes: list[Route] = []
         self._driving = False
@@ -116,13 +78,6 @@ class UcxWorker:
         return bytes(self._worker.address.tobytes())
 
     def open_route(self, address: bytes, on_error: Callable[[], None] | None) -> Route:
-        """Connect to the worker at `address`.
-
-        With `on_error` UCX watches the connection, and for that does without shared memory.
-
-        Raises:
-            PeerLost: UCX finds no way there.
-        """
         try:
             endpoint = self._lib.UCXEndpoint.create_from_worker_address(
                 self._worker, self._lib.UCXAddress.create_from_buffer(address), on_error is not None
@@ -136,15 +91,12 @@ class UcxWorker:
         return route
 
     def send_frame(self, route: Route, frame: bytes, then: Callable[[Transfer], None]) -> None:
-        """Send without waiting: a frame is copied away at once, or held until it is."""
-        self._start(route.ucx.tag_send, frame, _FRAME_TAG, then)
+        self._start(route.ucx.tag_send, frame, FRAME_TAG, then)
 
     def send(self, route: Route, memory: memoryview, tag: int, then: Callable[[Transfer], None]) -> Transfer:
-        """Send `memory`; `then` is called when it is free of UCX."""
         return self._start(route.ucx.tag_send, memory, tag, then)
 
     def receive(self, memory: memoryview, tag: int, then: Callable[[Transfer], None]) -> Transfer:
-        """Receive the one message with this tag; `then` is called when the memory is free of UCX."""
         return self._start(self._worker.tag_recv, memory, tag, then, receive_tag=tag)
 
     def drive(self) -> None:
@@ -189,19 +141,19 @@ class UcxWorker:
         self._loop.remove_reader(self._descriptor)
         if self._retrying is not None:
             self._retrying.cancel()
-        tags = [_FRAME_TAG] * len(self._frames)
-        tags += [transfer.receive_tag for transfer in self._transfers.values() if transfer.receive_tag]
+        tags = [FRAME_TAG] * len(self._frames)
+        tags += [running.receive_tag for running in self._transfers.values() if running.receive_tag]
         own = self.open_route(self.address, None)
         ending = [own.ucx.tag_send(self._arr.Array(b""), self._lib.UCXXTag(tag)) for tag in tags]
         for _ in range(_CLOSE_ROUNDS):
             self._worker.progress()
-            sending = [transfer.request for transfer in self._transfers.values()]  # a goodbye is one of them
+            sending = [running.request for running in self._transfers.values()]  # a goodbye is one of them
             if all(request.completed for request in [*ending, *sending, *(r for r, _ in self._frames)]):
                 break
         transfers, self._transfers = self._transfers, {}
-        for transfer in transfers.values():
-            if transfer.request.completed:
-                transfer.settle(self._error_of(transfer.request))
+        for request, transfer, _ in transfers.values():
+            if request.completed:
+                transfer.settle(self._error_of(request))
             else:
                 transfer.forsake()
         self._frames.clear()
@@ -223,13 +175,14 @@ class UcxWorker:
         if self._closed:
             raise EndpointClosed("the UCX worker is closed; open a new transport")
         array = self._arr.Array(memory)
-        transfer = Transfer(operation(array, self._lib.UCXXTag(tag)), array, then, receive_tag)
-        self._transfers[id(transfer)] = transfer
+        transfer = Transfer(array, then)
+        request = operation(array, self._lib.UCXXTag(tag))
+        self._transfers[id(transfer)] = _Running(request, transfer, receive_tag)
         self.drive()
         return transfer
 
     def _post(self, frame: bytearray) -> None:
-        request = self._worker.tag_recv(self._arr.Array(frame), self._lib.UCXXTag(_FRAME_TAG))
+        request = self._worker.tag_recv(self._arr.Array(frame), self._lib.UCXXTag(FRAME_TAG))
         self._frames.append((request, frame))
 
     def _error_of(self, request: UCXRequest) -> Exception | None:
@@ -241,10 +194,10 @@ class UcxWorker:
 
     def _settle(self) -> bool:
         """Report what has completed; True if anything had."""
-        completed = [transfer for transfer in self._transfers.values() if transfer.request.completed]
-        for transfer in completed:
+        completed = [running for running in self._transfers.values() if running.request.completed]
+        for request, transfer, _ in completed:
             del self._transfers[id(transfer)]
-            transfer.settle(self._error_of(transfer.request))
+            transfer.settle(self._error_of(request))
         received = False
         # Receives match in the order in which they were posted, and so does this queue.
         while self._frames and self._frames[0][0].completed:

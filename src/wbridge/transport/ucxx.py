@@ -1,4 +1,4 @@
-"""UcxxTransport: the transport between processes, on UCX through the Python package alone."""
+"""UcxxTransport: the transport between processes, on UCX."""
 
 from __future__ import annotations
 
@@ -13,26 +13,21 @@ import msgspec
 
 from wbridge.device.base import Buffer
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
+from wbridge.native.ucx import why_missing
 from wbridge.transport.base import RemoteSlot
 from wbridge.transport.counters import Counters
 from wbridge.transport.exposures import Exposures
 from wbridge.transport.host import host_identity, process_token
 from wbridge.transport.inbox import Inbox
 from wbridge.transport.lifeline import Lifeline
-from wbridge.transport.ucx_endpoint import UcxxEndpoint
-from wbridge.transport.ucx_frames import (
-    Flushed,
-    Frame,
-    Gone,
-    Hello,
-    Taken,
-    UcxAddress,
-    Welcome,
-    decode,
-    encode,
-)
+from wbridge.transport.ucx_endpoint import SMALL_NBYTES, UcxxEndpoint
+from wbridge.transport.ucx_frames import Frame, Hello, ToSender, UcxAddress, decode, encode
+from wbridge.transport.ucx_grants import Grants, Regions, decode_grant
 from wbridge.transport.ucx_incoming import Incoming
-from wbridge.transport.ucx_worker import Route, Transfer, UcxWorker
+from wbridge.transport.ucx_native import NativeUcxWorker
+from wbridge.transport.ucx_transfer import Route, Transfer, Worker
+from wbridge.transport.ucx_worker import UcxWorker
+from wbridge.transport.ucx_writing import Writing
 
 _CLOSE_TIMEOUT_S: Final = 10.0
 
@@ -40,14 +35,14 @@ _logger = logging.getLogger(__name__)
 
 
 class UcxxTransport:
-    """Tagged UCX messages between worker addresses, driven by the loop on which it is opened.
+    """UCX between worker addresses: small things are tagged messages, and bytes of slots one-sided puts.
 
-    It is slow next to a native one: each put costs three messages, and its bytes move only while
-    this loop runs. Without UCX error handling, which would rule out shared memory, a dead process
-    of the same host is noticed through its pidfd.
+    Without the extension's native worker, here or at a peer, the bytes come as messages too: then each put
+    costs three of them, and bytes move only while this loop runs. Without UCX error handling, which
+    would rule out shared memory, a dead process of the same host is noticed through its pidfd.
 
     Raises on entering:
-        NativeUnavailable: ucxx is not installed.
+        NativeUnavailable: there is neither the native worker nor ucxx, or not the one that `native` demands.
     """
 
     def __init__(
@@ -58,8 +53,10 @@ class UcxxTransport:
         inbox: Inbox | None = None,
         exposures: Exposures | None = None,
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
+        native: bool | None = None,
     ) -> None:
         self._name = name
+        self._native = why_missing() is None if native is None else native
         self._host = host_identity(host)
         self._inbox = inbox or Inbox(name)
         self._exposures = exposures or Exposures()
@@ -67,13 +64,22 @@ class UcxxTransport:
         self._close_timeout_s = close_timeout_s
         self._outgoing: dict[int, UcxxEndpoint] = {}
         self._incoming: dict[int, Incoming] = {}
-        self._worker: UcxWorker | None = None
+        self._writers: dict[str, Incoming] = {}
+        """By name, the newest connection of each peer that writes into this process's memory."""
+        self._left: dict[int, Grants] = {}
+        """Of lost connections: what they may still write."""
+        self._worker: Worker | None = None
+        self._regions: Regions | None = None
         self._closing = False
 
     async def __aenter__(self) -> Self:
         self._lifeline = Lifeline()
-        self._worker = UcxWorker(self._on_frame)
-        self._own = UcxAddress(self._worker.address, self._host, process_token())
+        if self._native:
+            self._worker = worker = NativeUcxWorker(self._on_frame)
+            self._regions = Regions(worker)
+        else:
+            self._worker = UcxWorker(self._on_frame)
+        self._own = UcxAddress(self._worker.address, self._host, process_token(), self._native)
         return self
 
     async def __aexit__(
@@ -108,12 +114,14 @@ class UcxxTransport:
         same_host = remote.host == self._host
         route = worker.open_route(remote.worker, None if same_host else lambda: endpoint.lose())
         connection = int.from_bytes(os.urandom(7), "little")
+        send = self._sender(route, lambda: endpoint.lose())
         endpoint = UcxxEndpoint(
             connection=connection,
             peer=peer,
             worker=worker,
             route=route,
-            send=self._sender(route, lambda: endpoint.lose()),
+            writing=Writing(worker, route, send) if isinstance(worker, NativeUcxWorker) else None,
+            send=send,
             counters=counters or self._counters,
             close_timeout_s=self._close_timeout_s,
             forget=lambda: self._forget(endpoint, remote),
@@ -121,7 +129,7 @@ class UcxxTransport:
         self._outgoing[connection] = endpoint
         try:
             if same_host:
-                self._lifeline.watch(remote.process, endpoint.lose)
+                self._lifeline.watch(remote.process, endpoint.die)
             await endpoint.open(Hello(connection, self._name, self._own))
         except BaseException:
             self._forget(endpoint, remote)
@@ -129,17 +137,39 @@ class UcxxTransport:
         return endpoint
 
     def register(self, buffer: Buffer) -> None:
-        """Nothing to do: the bytes come as messages."""
+        """Let writers know the buffer, if there is a native worker and it is the host's memory."""
+        region = self._regions.add(buffer) if self._regions is not None else None
+        if region is not None:
+            for incoming in self._incoming.values():
+                if incoming.hello.address.puts:
+                    incoming.show(region)
 
     def unregister(self, buffer: Buffer) -> None:
-        """Nothing to do."""
+        number = self._regions.remove(buffer) if self._regions is not None else None
+        if number is not None:
+            for incoming in self._incoming.values():
+                if incoming.hello.address.puts:
+                    incoming.hide(number)
 
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
+        """Grant the slot, if `peer` writes into this process's memory; else its bytes come as a message."""
         self._open_worker()
+        writer = self._writers.get(peer) if memory.nbytes > SMALL_NBYTES else None
+        if writer is not None and writer.is_open and self._regions is not None:
+            place = self._regions.locate(memory)
+            if place is not None:
+                return RemoteSlot(writer.grants.give(*place).encode(), memory.nbytes)
         return self._exposures.expose(memory)
 
     async def withdraw(self, remote: RemoteSlot) -> bool:
-        return await self._exposures.withdraw(remote)
+        """See `Transport.withdraw`. What was granted comes back when its writer has answered, or has ended;
+        False if it is out of reach, or this transport closed before the answer came."""
+        grant = decode_grant(remote.token)
+        if grant is None:
+            return await self._exposures.withdraw(remote)
+        incoming = self._incoming.get(grant.connection)
+        grants = self._left.get(grant.connection) if incoming is None else incoming.grants
+        return grants is None or await grants.withdraw(grant)
 
     async def aclose(self) -> None:
         """Close all endpoints, tell the peers, and end within the time allowed for closing. Idempotent."""
@@ -152,6 +182,9 @@ class UcxxTransport:
                 for endpoint in list(self._outgoing.values()):
                     tasks.start_soon(endpoint.aclose)
         incoming_ones = list(self._incoming.values())
+        with anyio.CancelScope(shield=True), anyio.move_on_after(self._close_timeout_s):
+            for incoming in incoming_ones:
+                await incoming.grants.withdraw_all()
         for incoming in incoming_ones:
             incoming.close()
         self._inbox.close()
@@ -159,9 +192,9 @@ class UcxxTransport:
         worker.close()
         self._worker = None
         for incoming in incoming_ones:
-            incoming.die()
+            incoming.end()
 
-    def _open_worker(self) -> UcxWorker:
+    def _open_worker(self) -> Worker:
         if self._worker is None or self._closing:
             raise EndpointClosed(f"{self._name}: the ucxx transport is closed; open a new one")
         return self._worker
@@ -172,7 +205,7 @@ class UcxxTransport:
             frame = decode(data)
             if isinstance(frame, Hello):
                 self._accept(frame)
-            elif isinstance(frame, Welcome | Taken | Flushed | Gone):
+            elif isinstance(frame, ToSender):
                 if (endpoint := self._outgoing.get(frame.connection)) is not None:
                     endpoint.on_frame(frame)
             elif (incoming := self._incoming.get(frame.connection)) is not None:
@@ -201,7 +234,13 @@ class UcxxTransport:
         if same_host:
             self._lifeline.watch(remote.process, incoming.die)
         self._incoming[hello.connection] = incoming
-        incoming.welcome()
+        regions = self._regions if hello.address.puts else None
+        if regions is None:
+            incoming.welcome([])
+            return
+        regions.need()
+        self._writers[hello.name] = incoming
+        incoming.welcome(regions)
 
     def _sender(self, route: Route, on_failure: Callable[[], None]) -> Callable[[Frame], None]:
         def sent(transfer: Transfer) -> None:
@@ -216,11 +255,15 @@ class UcxxTransport:
 
     def _drop(self, incoming: Incoming) -> None:
         self._incoming.pop(incoming.hello.connection, None)
+        if self._writers.get(incoming.hello.name) is incoming:
+            del self._writers[incoming.hello.name]
+        if incoming.grants.num_open:
+            self._left[incoming.hello.connection] = incoming.grants
         self._lifeline.unwatch(incoming.hello.address.process, incoming.die)
 
     def _forget(self, endpoint: UcxxEndpoint, remote: UcxAddress) -> None:
         self._outgoing.pop(endpoint.connection, None)
-        self._lifeline.unwatch(remote.process, endpoint.lose)
+        self._lifeline.unwatch(remote.process, endpoint.die)
 
 
 def _decode_address(address: bytes, peer: str) -> UcxAddress:

@@ -11,7 +11,7 @@ import pytest
 from wbridge.config import Config
 from wbridge.device.cpu import CpuDevice
 from wbridge.errors import ConfigError, NativeUnavailable, ProtocolError
-from wbridge.transport import select
+from wbridge.transport import select, ucxx
 from wbridge.transport.host import host_identity, pid_of, process_token
 from wbridge.transport.loopback import LoopbackEndpoint
 from wbridge.transport.select import Transports, open_transports
@@ -43,7 +43,12 @@ async def test_inside_one_process_the_way_is_loopback() -> None:
     async with transports("a", transport="loopback") as a, transports("b", transport="loopback") as b:
         assert isinstance(await exchange(a, b), LoopbackEndpoint)
         assert a.link_to(b.address) == "process"
-        assert a.counters_by_link["process"] == {"puts": 1, "put_nbytes": 10_000, "messages": 0}
+        assert a.counters_by_link["process"] == {
+            "puts": 1,
+            "put_nbytes": 10_000,
+            "messages": 0,
+            "one_sided_nbytes": 0,
+        }
         assert a.counters == a.counters_by_link["process"]
 
 
@@ -90,6 +95,7 @@ async def test_a_forced_transport_does_not_reach_further(forced: str, beyond: st
 
 async def test_without_ucxx_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ucxx", None)
+    monkeypatch.setattr(ucxx, "why_missing", lambda: "it was not built")
     monkeypatch.setattr(select, "_has_ucxx", lambda: False)
     async with transports("a") as a, transports("b", process="q", host="k") as b:
         with pytest.raises(NativeUnavailable, match=r"pip install -e"):

@@ -1,0 +1,142 @@
+"""NativeUcxWorker: a UCX worker that a thread without the GIL drives, and that writes into peers' memory."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from wbridge.errors import EndpointClosed, PeerLost
+from wbridge.native.ucx import worker_type
+from wbridge.transport.ucx_transfer import EAGER_NBYTES, FRAME_NBYTES, FRAME_TAG, Route, Transfer
+
+_PREFERRED: Final = [("TCP_TX_SEG_SIZE", "256k"), ("TCP_RX_SEG_SIZE", "256k"), ("RNDV_SCHEME", "put_zcopy")]
+"""For TCP, where UCX's own 8 KiB segments cost most of the speed; what the environment sets wins."""
+_FINISHED: Final = 0
+_FRAME: Final = 1
+_CLOSE_S: Final = 0.2
+
+
+class NativeUcxWorker:
+    """Implements `Worker`, and puts.
+
+    Its thread wakes the loop through one descriptor, once for all that has happened meanwhile.
+    """
+
+    def __init__(self, on_frame: Callable[[memoryview], None]) -> None:
+        self._core = worker_type()(
+            required=[("RNDV_THRESH", EAGER_NBYTES)],
+            preferred=_PREFERRED,
+            frame_tag=FRAME_TAG,
+            frame_nbytes=FRAME_NBYTES,
+        )
+        self._on_frame = on_frame
+        self._loop = asyncio.get_running_loop()
+        self._transfers: dict[int, Transfer] = {}
+        self._on_error: dict[int, Callable[[], None]] = {}
+        self._events: deque[tuple[int, int, bytes]] = deque()
+        self._closed = False
+        self._end = weakref.finalize(self, self._core.close, 0.0)
+        self._descriptor = self._core.descriptor
+        self._loop.add_reader(self._descriptor, self._handle)
+        self.num_wakeups = 0
+        """How often the loop was woken."""
+
+    @property
+    def address(self) -> bytes:
+        return self._core.address
+
+    def open_route(self, address: bytes, on_error: Callable[[], None] | None) -> Route:
+        try:
+            number = self._core.connect(address, watched=on_error is not None)
+        except RuntimeError as exc:
+            raise PeerLost(f"UCX cannot reach the peer: {exc}; check UCX_TLS and UCX_NET_DEVICES") from exc
+        if on_error is not None:
+            self._on_error[number] = on_error
+        return Route(number)
+
+    def send_frame(self, route: Route, frame: bytes, then: Callable[[Transfer], None]) -> None:
+        self._check_open()
+        self._started(self._core.send_frame(route.ucx, frame), None, then)
+
+    def send(self, route: Route, memory: memoryview, tag: int, then: Callable[[Transfer], None]) -> Transfer:
+        self._check_open()
+        return self._started(self._core.send(route.ucx, memory, tag), memory, then)
+
+    def receive(self, memory: memoryview, tag: int, then: Callable[[Transfer], None]) -> Transfer:
+        self._check_open()
+        return self._started(self._core.receive(memory, tag), memory, then)
+
+    def put(
+        self, route: Route, memory: memoryview, *, remote: int, key: int, then: Callable[[Transfer], None]
+    ) -> Transfer:
+        """Write `memory` to the peer's address `remote`. It stops when the bytes are in place there, or this
+        side has failed; only the peer's end proves then that nothing more arrives."""
+        self._check_open()
+        return self._started(self._core.put(route.ucx, memory, remote, key), memory, then)
+
+    def map(self, memory: memoryview) -> tuple[int, bytes]:
+        """Register memory that peers may write; return its number and the key that they need."""
+        number = self._core.map(memory)
+        return number, self._core.pack(number)
+
+    def unmap(self, number: int) -> None:
+        if not self._closed:
+            self._core.unmap(number)
+
+    def unpack(self, route: Route, key: bytes) -> int:
+        """Return the number of a peer's key. Raises `PeerLost` if it is none."""
+        try:
+            return self._core.unpack(route.ucx, key)
+        except RuntimeError as exc:
+            raise PeerLost(f"UCX cannot write the memory of a peer: {exc}; check UCX_TLS") from exc
+
+    def forget_key(self, key: int) -> None:
+        if not self._closed:
+            self._core.forget_key(key)
+
+    def drive(self) -> None:
+        if not self._closed:
+            self._core.settle()
+            self._take()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._descriptor)
+        self._core.close(_CLOSE_S)
+        self._end.detach()
+        self._on_error.clear()
+        self._take()
+        transfers, self._transfers = self._transfers, {}
+        for transfer in transfers.values():
+            transfer.forsake()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EndpointClosed("the UCX worker is closed; open a new transport")
+
+    def _started(self, number: int, memory: object, then: Callable[[Transfer], None]) -> Transfer:
+        transfer = self._transfers[number] = Transfer(memory, then)
+        return transfer
+
+    def _handle(self) -> None:
+        self.num_wakeups += 1
+        self._take()
+
+    def _take(self) -> None:
+        """Report what has happened, in order also when a report leads here again."""
+        self._events += self._core.drain()
+        while self._events:
+            kind, number, data = self._events.popleft()
+            if kind == _FINISHED:
+                if (transfer := self._transfers.pop(number, None)) is not None:
+                    transfer.settle(ConnectionError(data.decode()) if data else None)
+            elif kind == _FRAME:
+                if not self._closed:
+                    self._on_frame(memoryview(data))
+            elif (on_error := self._on_error.pop(number, None)) is not None:
+                on_error()

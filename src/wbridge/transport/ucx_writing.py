@@ -1,0 +1,114 @@
+"""Writing: the sender's side of one-sided puts, on one connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import anyio
+
+from wbridge.errors import ProtocolError
+from wbridge.transport.ucx_frames import Forget, Frame, Region, Revoked
+from wbridge.transport.ucx_grants import Grant
+from wbridge.transport.ucx_native import NativeUcxWorker
+from wbridge.transport.ucx_transfer import Route, Transfer
+
+
+class _Window(NamedTuple):
+    """Memory of the peer that this side can write."""
+
+    address: int
+    nbytes: int
+    key: int
+
+
+class Writing:
+    """Writes granted slots, each once, and says of those that the peer takes back when they are still."""
+
+    def __init__(self, worker: NativeUcxWorker, route: Route, send: Callable[[Frame], None]) -> None:
+        self._worker = worker
+        self._route = route
+        self._send = send
+        self._windows: dict[int, _Window] = {}
+        self._forgotten: set[int] = set()
+        self._news = anyio.Event()
+        self._last: dict[tuple[int, int], int] = {}
+        """Serial of the newest grant of a place that was written or taken back; older ones are void too."""
+        self._running: dict[Grant, Transfer] = {}
+        self._revoked: set[Grant] = set()
+        self._is_over = False
+
+    @property
+    def is_still(self) -> bool:
+        return not self._running
+
+    def learn(self, region: Region) -> None:
+        key = self._worker.unpack(self._route, region.key)
+        self._windows[region.number] = _Window(region.address, region.nbytes, key)
+        self._tell()
+
+    def forget(self, region: Forget) -> None:
+        if (window := self._windows.pop(region.number, None)) is not None:
+            self._worker.forget_key(window.key)
+        self._forgotten.add(region.number)
+        self._last = {place: serial for place, serial in self._last.items() if place[0] != region.number}
+        self._tell()
+
+    async def start(self, grant: Grant, source: memoryview) -> Transfer | None:
+        """Start to write the slot. None: it was taken back, or written before. Cancelled: not started."""
+        while grant.region not in self._windows:
+            if grant.region in self._forgotten:
+                return None
+            await self._news.wait()
+        if self._is_over or not self._use(grant):
+            return None
+        window = self._windows[grant.region]
+        if grant.offset + source.nbytes > window.nbytes:
+            raise ProtocolError(f"a slot at {grant.offset} reaches out of memory of {window.nbytes} bytes")
+        transfer = self._worker.put(
+            self._route,
+            source,
+            remote=window.address + grant.offset,
+            key=window.key,
+            then=lambda _: self._stopped(grant),
+        )
+        self._running[grant] = transfer
+        return transfer
+
+    def revoke(self, grant: Grant) -> None:
+        """Write the slot no more, and say so once that is true."""
+        self._use(grant)
+        if grant in self._running:
+            self._revoked.add(grant)
+        else:
+            self._send(Revoked(grant.connection, grant.encode()))
+
+    def end(self) -> None:
+        """Start nothing more: a put that still waits may notice later that its endpoint has ended."""
+        self._is_over = True
+
+    async def wait_still(self) -> None:
+        for transfer in list(self._running.values()):
+            await transfer.stopped.wait()
+
+    def forsake(self) -> None:
+        """The peer can be told nothing any more: let go on who waits."""
+        for transfer in list(self._running.values()):
+            transfer.forsake()
+
+    def _use(self, grant: Grant) -> bool:
+        place = grant.region, grant.offset
+        if self._last.get(place, 0) >= grant.serial:
+            return False
+        self._last[place] = grant.serial
+        return True
+
+    def _stopped(self, grant: Grant) -> None:
+        del self._running[grant]
+        if grant in self._revoked:
+            self._revoked.remove(grant)
+            self._send(Revoked(grant.connection, grant.encode()))
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = anyio.Event()
