@@ -7,18 +7,40 @@ trainers' shards whole and copy their part. The put ends before the get begins.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import monarch.actor
 import torch
-import torchstore
-from monarch.actor import Actor, endpoint, this_host
+from monarch.actor import Actor, this_host
 
 from benchmarks.systems.launch import WorkerFailed, roles
 from benchmarks.systems.worker import Context, Timing, Worker
 from benchmarks.systems.workloads import Job, Parameters
+
+endpoint = monarch.actor.endpoint
+
+
+def asynchronous_endpoint(method: Callable[..., Any]) -> Any:
+    """An endpoint whose method need not be a coroutine function."""
+    if inspect.iscoroutinefunction(method):
+        return endpoint(method)
+
+    @functools.wraps(method)
+    async def run(*arguments: Any, **named: Any) -> Any:
+        return method(*arguments, **named)
+
+    return endpoint(run)
+
+
+# The published torchstore mixes both kinds in one actor, which no Monarch that runs without CUDA takes.
+monarch.actor.endpoint = asynchronous_endpoint
+
+import torchstore  # noqa: E402  # needs the line above
 
 TAKES_TOKENS = True
 SHUTDOWN_TIMEOUT_S = 10.0
