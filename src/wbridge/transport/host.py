@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 from pathlib import Path
+from typing import Final
 
 from wbridge.errors import ConfigError
+
+_EXITING: Final = 0x4
+"""PF_EXITING, among the flags of /proc/PID/stat: set before the first of its files is closed."""
 
 
 def host_identity(override: str = "") -> str:
@@ -40,6 +45,26 @@ def process_token(pid: int = 0) -> str:
     except OSError as exc:
         raise ProcessLookupError(f"process {pid} has ended") from exc
     return f"{_namespace('pid')}/{pid}/{status[19]}"
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process of this namespace has begun to end, and the kernel still gives back what it holds.
+
+    It drops file locks in no particular order: a GPU may still work for a process that has lost them.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:  # it has ended, or is out of sight
+        return False
+    try:
+        if select.select([process], [], [], 0)[0]:
+            return False
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return bool(int(status[6]) & _EXITING)
+    except OSError:  # it has ended meanwhile
+        return False
+    finally:
+        os.close(process)
 
 
 def pid_of(token: str) -> int | None:

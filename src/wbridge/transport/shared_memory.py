@@ -19,6 +19,7 @@ from wbridge.errors import EndpointClosed, ProtocolError
 from wbridge.transport.base import RemoteSlot
 from wbridge.transport.counters import Counters
 from wbridge.transport.exposure_table import NUM_ENTRIES, TABLE_NBYTES, ExposureTable
+from wbridge.transport.host import is_ending
 from wbridge.transport.inbox import Inbox
 from wbridge.transport.segments import Segments, Shared
 from wbridge.transport.unix_endpoint import SharedMemoryEndpoint
@@ -55,6 +56,8 @@ class SharedMemoryTransport:
         self._endpoints: set[SharedMemoryEndpoint] = set()
         self._incoming: set[UnixIncoming] = set()
         self._exposed: dict[int, int] = {}  # entry -> word
+        self._writers: dict[int, str] = {}  # entry -> name
+        self._pids: dict[str, int] = {}  # of all who were ever let in, by name
         self._free = iter(range(NUM_ENTRIES))
         self._freed: list[int] = []
         self._own = UnixAddress(b"\0wbridge-" + secrets.token_hex(16).encode(), secrets.token_bytes(32))
@@ -141,22 +144,28 @@ class SharedMemoryTransport:
                 " set a larger slot_nbytes"
             )
         word = secrets.randbits(63) + 1
-        self._exposed[entry] = word
+        self._exposed[entry], self._writers[entry] = word, peer
         self._table.set(entry, word)
         return RemoteSlot(SlotToken(segment, offset, entry, word).encode(), memory.nbytes)
 
     async def withdraw(self, remote: RemoteSlot) -> bool:
-        """Take a slot back once nobody writes it: at the latest when its writer has died."""
+        """Take a slot back once nobody writes it: at the latest when its writer has died.
+
+        Who died at it has left it exposed, and so has who never came to it.
+        """
         token = decode_slot(remote.token, self._name)
         pause_s = 0.0
         while not self._closed:
             if self._exposed.get(token.entry) != token.word:
                 return True
             if self._table.try_lock(token.entry):
-                self._table.take_back(token.entry)
+                is_left = self._table.holds(token.entry, token.word)
+                if not is_left or not is_ending(self._pids.get(self._writers[token.entry], 0)):
+                    self._table.take_back(token.entry)
+                    self._table.unlock(token.entry)
+                    self._free_entry(token.entry, token.word)
+                    return True
                 self._table.unlock(token.entry)
-                self._free_entry(token.entry, token.word)
-                return True
             await anyio.sleep(pause_s)  # the writer says nothing when it ends or dies: a capped back-off
             pause_s = min(2 * pause_s + 0.001, _LAST_PAUSE_S)
         return False
@@ -203,6 +212,7 @@ class SharedMemoryTransport:
         self._incoming.add(incoming)
 
     def _let_in(self, incoming: UnixIncoming) -> None:
+        self._pids[incoming.peer] = incoming.pid
         for shared in self._segments:
             _show(incoming, shared)
         incoming.post(TableFrame(), self._memory)
@@ -212,7 +222,7 @@ class SharedMemoryTransport:
 
     def _free_entry(self, entry: int, word: int) -> None:
         if self._exposed.get(entry) == word:
-            del self._exposed[entry]
+            del self._exposed[entry], self._writers[entry]
             self._freed.append(entry)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -27,6 +28,8 @@ from wbridge.transport.unix_frames import (
 _MAX_UNREAD: Final = 64
 """Messages of one writer that may lie in the inbox; further ones stay in the socket, which is bounded."""
 _PACKETS_PER_CALL: Final = 16
+_CREDENTIALS: Final = struct.Struct("3i")
+"""struct ucred: process, user, group."""
 HELLO_S: Final = 10.0
 """Who has not shown the secret after this time is cut off."""
 
@@ -51,7 +54,11 @@ class UnixIncoming:
         self._inbox = inbox
         self._let_in, self._arrived, self._ended = let_in, arrived, ended
         self._loop = asyncio.get_running_loop()
-        self._peer = ""
+        self.peer: str = ""
+        """Its name, once it is in."""
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.pid: int = _CREDENTIALS.unpack(credentials)[0]
+        """0: it is of another namespace."""
         self._num_unread = 0
         self._unsent: deque[tuple[bytes, int, Buffer | None]] = deque()
         self._deadline = self._loop.call_later(HELLO_S, self.close)
@@ -60,7 +67,7 @@ class UnixIncoming:
 
     @property
     def is_in(self) -> bool:
-        return bool(self._peer)
+        return bool(self.peer)
 
     def post(self, frame: Frame, descriptor: int, of: Buffer | None = None) -> None:
         """Send a frame with a descriptor, behind the earlier ones; the buffer keeps it open until then."""
@@ -105,7 +112,7 @@ class UnixIncoming:
             try:
                 self._take(packet)
             except ProtocolError as exc:  # nobody waits for this callback; the writer finds itself cut off
-                _log.warning("a writer breaks the protocol", extra={"writer": self._peer, "why": str(exc)})
+                _log.warning("a writer breaks the protocol", extra={"writer": self.peer, "why": str(exc)})
                 self.close()
                 return
             if self._num_unread >= _MAX_UNREAD:
@@ -119,21 +126,21 @@ class UnixIncoming:
                 self.close()  # a stranger
                 return
             self._deadline.cancel()
-            self._peer = hello.name
+            self.peer = hello.name
             self._let_in(self)
             return
-        match decode(packet, self._peer):
+        match decode(packet, self.peer):
             case Payload(payload):
                 self._deliver(payload)
             case Notification(_, _, payload) as notification:
                 self._arrived(notification)
                 self._deliver(payload)
             case _:
-                raise ProtocolError(f"{self._peer} sent a frame that only a receiver sends")
+                raise ProtocolError(f"{self.peer} sent a frame that only a receiver sends")
 
     def _deliver(self, payload: bytes) -> None:
         self._num_unread += 1
-        self._inbox.post(Message(self._peer, payload), self._taken)
+        self._inbox.post(Message(self.peer, payload), self._taken)
 
     def _taken(self) -> None:
         self._num_unread -= 1

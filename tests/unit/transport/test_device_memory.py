@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import anyio
 import anyio.lowlevel
@@ -14,18 +15,19 @@ from wbridge.device.base import HOST, Access
 from wbridge.device.cpu import CpuDevice
 from wbridge.device.memory import ExportedMemory
 from wbridge.errors import NativeUnavailable, ProtocolError
+from wbridge.transport import shared_memory
 from wbridge.transport.base import Window
+from wbridge.transport.host import is_ending
 from wbridge.transport.select import Transports, open_transports
 from wbridge.transport.shared_memory import SharedMemoryTransport
 from wbridge.transport.unix_frames import Segment, decode, encode
-
-pytestmark = pytest.mark.anyio
 
 
 def num_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.anyio
 async def test_a_writer_opens_the_memory_and_notifies() -> None:
     owner, writer = FarDevice(), FarDevice()
     buffer = owner.allocate(5000, "device", shared=True)
@@ -54,6 +56,7 @@ async def test_a_writer_opens_the_memory_and_notifies() -> None:
         assert num_open() == before
 
 
+@pytest.mark.anyio
 async def test_host_code_that_wants_the_bytes_is_refused_and_leaves_the_slot() -> None:
     buffer = FarDevice().allocate(4096, "device", shared=True)
     async with SharedMemoryTransport("receiver") as receiver, SharedMemoryTransport("sender") as sender:
@@ -75,6 +78,7 @@ def test_segments_say_whose_memory_they_are(is_host: bool) -> None:
     assert decode(encode(Segment(3, 2**40, is_host)), "a peer") == Segment(3, 2**40, is_host)
 
 
+@pytest.mark.anyio
 async def test_workers_know_who_writes_their_device_memory() -> None:
     def opened(name: str, process: str, access: Access, transport: str = "shared_memory") -> Transports:
         config = Config(transport=transport)  # type: ignore[arg-type]  # one of the literals
@@ -96,3 +100,36 @@ async def test_workers_know_who_writes_their_device_memory() -> None:
         assert host.reaches_slots_on_device(other.address, endpoint)
         endpoint = await near.connect(near_too.address, near_too.name)
         assert not near.reaches_slots_on_device(near_too.address, endpoint)
+
+
+@pytest.mark.anyio
+async def test_a_slot_of_a_writer_that_is_ending_is_not_taken_back_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its lock is gone, and a GPU may still write for it."""
+    asked: list[int] = []
+
+    def is_ending(pid: int) -> bool:
+        asked.append(pid)
+        return len(asked) < 4
+
+    monkeypatch.setattr(shared_memory, "is_ending", is_ending)
+    buffer = FarDevice().allocate(4096, "device", shared=True)
+    async with SharedMemoryTransport("receiver") as receiver, SharedMemoryTransport("sender") as sender:
+        receiver.register(buffer)
+        await sender.connect(receiver.address, "receiver")
+        with anyio.fail_after(5.0):
+            assert await receiver.withdraw(receiver.expose(buffer.addresses[:64], "sender"))
+    assert asked == [os.getpid()] * 4
+
+
+def test_a_process_is_ending_from_its_first_closed_file_to_its_last() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    assert not is_ending(os.getpid())
+    assert not is_ending(child.pid)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_ending(child.pid), "it has ended, and only waits to be asked how"
+    child.wait()
+    assert not is_ending(child.pid)
+    assert not is_ending(0)
