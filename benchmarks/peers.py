@@ -92,8 +92,7 @@ def measure_case(case: str, options: argparse.Namespace) -> list[Result]:
         entry = next(entry for entry in chosen if entry.name == OURS)
         counted = run_cell(entry.having(count_calls="1"), case, 1, keep_noisy=True)
         results[OURS].calls = None if "error" in counted else counted
-    for result in results.values():
-        report(result, versions_of(result, chosen))
+    report(list(results.values()), {entry.name: versions_of(entry) for entry in chosen})
     return list(results.values())
 
 
@@ -146,22 +145,21 @@ def run_cell(entry: Entry, case: str, num_updates: int, *, keep_noisy: bool) -> 
     return cell
 
 
-def versions_of(result: Result, chosen: list[Entry]) -> str:
-    environment = next(entry.environment for entry in chosen if entry.name == result.system)
-    return " ".join(f"{name}={version}" for name, version in versions_in(environment).items())
+def versions_of(entry: Entry) -> str:
+    return " ".join(f"{name}={version}" for name, version in versions_in(entry.environment).items())
 
 
-def report(result: Result, versions: str) -> None:
-    for row in rows_of([result]):
+def report(results: list[Result], versions: dict[str, str]) -> None:
+    for row in rows_of(results):
         value = "" if row["value"] is None else f"{row['value']:12.3f}"
-        print(
-            f"{result.case:9} {result.system:19} {row['metric']:24} {value} {row.get('reason', row['unit'])}"
-        )
-    if result.calls:
-        for name, count in result.calls["most_called"]:
-            print(f"{result.case:9} {result.system:19} {count:8} calls of {name}")
-    if versions:
-        print(f"{result.case:9} {result.system:19} {versions}", flush=True)
+        unit = row.get("reason", row["unit"])
+        print(f"{row['case']:9} {row['system']:19} {row['metric']:30} {value} {unit}")
+    for result in results:
+        if result.calls:
+            for name, count in result.calls["most_called"]:
+                print(f"{result.case:9} {result.system:19} {count:8} calls of {name}")
+    for system, named in versions.items():
+        print(f"{system:19} {named or 'this package'}", flush=True)
 
 
 def _end_all(process: subprocess.Popen[str]) -> None:

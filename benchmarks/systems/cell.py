@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.systems.launch import Launcher, Processes, WorkerFailed
-from benchmarks.systems.worker import Timing
+from benchmarks.systems.worker import IDLE_S, Timing
 from benchmarks.systems.workloads import Workload
 
 WITHOUT_MEMCPY = ("tiny", "idle")
 SETTLE_S = {"tiny": 0.005}
-IDLE_S = 30.0
 MAX_DIFFERENCE = 0.2
 NUM_TRIES = 3
 """At most so many updates for each that counts."""
@@ -64,14 +63,13 @@ def measure(system: str, case: str, num_updates: int, options: dict[str, str], k
         run.update(1)  # warms up
         run.everywhere("forget_peak")
         if case == "idle":
-            return found | run.idle(2)
+            return found | run.idle(2) | run.extras(0)
         if options.get("count_calls"):
             return found | run.count_calls(2)
         found |= run.updates(2, num_updates, keep_noisy)
         found["peak_rss_mb"] = max(run.everywhere("peak_mb"))
         found["load1"] = os.getloadavg()[0]
-        for extras in run.everywhere("extras", num_updates):
-            found |= {name: found.get(name, 0.0) + value for name, value in extras.items()}
+        found |= run.extras(num_updates)
         run.close()
     finally:
         launcher.stop()
@@ -91,6 +89,13 @@ class Run:
 
     def everywhere(self, method: str, *arguments: Any) -> list[Any]:
         return self._launcher.call(self._all, method, *arguments)()
+
+    def extras(self, times: int) -> dict[str, float]:
+        """Figures of the system's own, summed over the workers."""
+        found: dict[str, float] = {}
+        for extras in self.everywhere("extras", times):
+            found |= {name: found.get(name, 0.0) + value for name, value in extras.items()}
+        return found
 
     def updates(self, version: int, num_updates: int, keep_noisy: bool) -> Cell:
         """Update until so many count."""
@@ -157,15 +162,15 @@ class Run:
     def count_calls(self, version: int) -> Cell:
         """Calls of Python functions during one update, in all processes."""
         self.everywhere("begin_counting")
-        puts = sum(extras.get("puts", 0) for extras in self.everywhere("extras", 0))
+        num_puts = self.extras(0)["num_puts"]
         self.update(version)
         calls: dict[str, int] = {}
         for counted in self.everywhere("counted"):
             for name, count in counted.items():
                 calls[name] = calls.get(name, 0) + count
-        puts = sum(extras.get("puts", 0) for extras in self.everywhere("extras", 0)) - puts
+        num_groups = self.extras(0)["num_puts"] - num_puts
         most = sorted(calls.items(), key=lambda item: -item[1])[:12]
-        return {"num_calls": sum(calls.values()), "num_groups": puts, "most_called": most}
+        return {"num_calls": sum(calls.values()), "num_groups": num_groups, "most_called": most}
 
     def close(self) -> None:
         try:

@@ -14,7 +14,7 @@ import torch
 
 import wbridge
 import wbridge.sync
-from benchmarks.systems.worker import LIBC, Context
+from benchmarks.systems.worker import IDLE_S, LIBC, Context
 from benchmarks.systems.workloads import owned
 from wbridge.config import Config
 from wbridge.transport.host import process_token
@@ -57,8 +57,10 @@ class System:
             pass
 
     def extras(self, times: int) -> dict[str, float]:
-        """Puts so far; and, of `times` repetitions, the way of a notification, and bare copies."""
-        found: dict[str, float] = {"puts": self._adapter.counters["puts"]}
+        """Puts and heartbeats; and, of `times` repetitions, the way of a notification, and bare copies."""
+        found: dict[str, float] = {"num_puts": self._adapter.counters["puts"]}
+        if not self._context.is_trainer and "idle" in self._options:
+            found["num_heartbeats"] = IDLE_S / Config().heartbeat_s
         if times == 0:
             return found
         if len(self._context.workload.tensors) == 1:

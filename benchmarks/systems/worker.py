@@ -22,6 +22,8 @@ import torch
 from benchmarks.systems.workloads import Move, Parameters, Shape, Workload, fill_trainer, wrong_parts
 
 MEMCPY_NBYTES = 10**9
+IDLE_S = 30.0
+"""How long a waiting process is watched."""
 LIBC = ctypes.CDLL(None)
 LIBC.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
