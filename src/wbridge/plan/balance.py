@@ -23,8 +23,8 @@ CHUNKS_PER_SLOT = 4
 FINE = 0.01
 """A tensor need not be divided further when the owners' parts miss their quotas by less than this."""
 
-Owners = tuple[int, ...]
-"""Trainers that hold the same elements, by the index of the worker."""
+Workers = tuple[int, ...]
+"""Workers that hold or need the same elements, by their indices in ascending order."""
 
 ANYWHERE = ""
 """The receivers on hosts without trainers, to which every owner is equally near."""
@@ -45,19 +45,19 @@ class Balance:
         self._trainers = members.of_table("trainer")
         self._rollouts = members.of_table("rollout")
         self._near = {hosts[k] for own in self._trainers for k in own}
-        self._owners: dict[tuple[Place, ...], Owners] = {}
+        self._owners: dict[tuple[Place, ...], Workers] = {}
         self._receivers: dict[tuple[Place, ...], dict[str, int]] = {}
-        totals: dict[Owners, dict[str, float]] = {}
+        totals: dict[Workers, dict[str, float]] = {}
         for num_tensors, cell in cells:
             amounts = totals.setdefault(self.owners(cell), {})
             for host, count in self._counted(cell).items():
                 amounts[host] = amounts.get(host, 0) + num_tensors * cell.nbytes * count
-        self._ledgers: dict[tuple[Owners, str], _Ledger] = {}
-        for owners, flow in _flows({o: sum(t.values()) for o, t in totals.items()}, links).items():
+        self._ledgers: dict[tuple[Workers, str], Ledger] = {}
+        for owners, flow in flows_of({o: sum(t.values()) for o, t in totals.items()}, links).items():
             for host, quotas in _place(totals[owners], owners, flow, hosts).items():
-                self._ledgers[owners, host] = _Ledger(quotas, totals[owners][host])
+                self._ledgers[owners, host] = Ledger(quotas, totals[owners][host])
 
-    def owners(self, cell: Cell) -> Owners:
+    def owners(self, cell: Cell) -> Workers:
         if cell.held not in self._owners:
             found = sorted(index for table, _ in cell.held for index in self._trainers[table])
             self._owners[cell.held] = tuple(found)
@@ -112,25 +112,27 @@ def _block_sizes(cell: Cell, num_tensors: int, num_owners: int, config: Config) 
     yield -(-num_elements // most)
 
 
-def _flows(totals: Mapping[Owners, float], links: Links) -> dict[Owners, list[float]]:
-    """Divide the bytes of each set of owners so that their links are busy equally long."""
+def flows_of(
+    totals: Mapping[Workers, float], links: Links, *, ingress: bool = False
+) -> dict[Workers, list[float]]:
+    """Divide bytes among workers that may send (or take) them so that their links are busy equally long."""
     amounts: dict[tuple[int, ...], float] = {}
-    for owners, nbytes in totals.items():
-        own = tuple(sorted({links.of_worker[k] for k in owners}))
+    for workers, nbytes in totals.items():
+        own = tuple(sorted({links.of_worker[k] for k in workers}))
         amounts[own] = amounts.get(own, 0.0) + nbytes
-    parts = level(amounts, [nic.egress_gb_s for nic in links.nics])
-    flows: dict[Owners, list[float]] = {}
-    for owners, nbytes in totals.items():
-        of_owner = [links.of_worker[k] for k in owners]
-        own = tuple(sorted(set(of_owner)))
+    parts = level(amounts, [nic.ingress_gb_s if ingress else nic.egress_gb_s for nic in links.nics])
+    flows: dict[Workers, list[float]] = {}
+    for workers, nbytes in totals.items():
+        of_worker = [links.of_worker[k] for k in workers]
+        own = tuple(sorted(set(of_worker)))
         of_link = dict(zip(own, parts[own], strict=True))
         share = nbytes / amounts[own] if amounts[own] else 0.0
-        flows[owners] = [of_link[link] * share / of_owner.count(link) for link in of_owner]
+        flows[workers] = [of_link[link] * share / of_worker.count(link) for link in of_worker]
     return flows
 
 
 def _place(
-    amounts: Mapping[str, float], owners: Owners, flow: Sequence[float], hosts: Sequence[str]
+    amounts: Mapping[str, float], owners: Workers, flow: Sequence[float], hosts: Sequence[str]
 ) -> dict[str, list[float]]:
     """Divide each owner's flow among the receivers' hosts: first its own, then the others."""
     left = list(flow)
@@ -152,8 +154,8 @@ def _place(
     return quotas
 
 
-class _Ledger:
-    """What some receivers get from one set of owners: keeps each owner's part near its quota all along."""
+class Ledger:
+    """What some workers send of several things in turn: keeps each one's part near its quota all along."""
 
     def __init__(self, quotas: Sequence[float], total: float) -> None:
         self._ratios = [quota / total for quota in quotas] if total else [0.0] * len(quotas)
@@ -178,7 +180,7 @@ class _Ledger:
         due = [ratio * self._seen - given for ratio, given in zip(self._ratios, self._given, strict=True)]
         counts = _whole_units(due, num_units)
         for k, count in enumerate(counts):
-            self._given[k] += nbytes * count / num_units
+            self._given[k] += nbytes * count / max(1, num_units)
         return tuple(counts)
 
 

@@ -10,9 +10,10 @@ from wbridge.plan.bound import Bound, lower_bound
 from wbridge.plan.build import ANY_TOPOLOGY
 from wbridge.plan.expand import Expansion
 from wbridge.plan.geometry import Geometry
+from wbridge.plan.relays import find_relays
 from wbridge.plan.schedule import ring_slots
 from wbridge.plan.topology import Topology, find_links
-from wbridge.plan.traffic import LinkLoad, find_traffic, link_loads
+from wbridge.plan.traffic import LinkLoad, find_traffic, loads_of
 from wbridge.plan.types import Plan
 
 
@@ -88,6 +89,10 @@ class Explanation(msgspec.Struct, frozen=True):
     """Seconds of the busiest link over the least that any plan needs, with rollouts that pass bytes on."""
     direct_ratio: float
     """The same over the least of plans in which trainers serve every rollout themselves."""
+    relayed_ratio: float
+    """What `ratio` would be if rollouts passed bytes on, by the routes of `wbridge.plan.relays`."""
+    relayed_copies: float
+    """What trainers would send then."""
 
     def to_text(self) -> str:
         """Return the explanation as lines for a terminal."""
@@ -98,6 +103,7 @@ class Explanation(msgspec.Struct, frozen=True):
             f" {self.copies_sent:.2f} copies of {_size(self.model_nbytes)}",
             f"busiest link {_time(self.busiest_s)}, lower bound {_time(self.bound.relayed_s)}, ratio"
             f" {self.ratio:.3f}; {_time(self.bound.direct_s)}, ratio {self.direct_ratio:.3f}, without relays",
+            f"with relays: {self.relayed_copies:.2f} copies sent, ratio {self.relayed_ratio:.3f}",
         ]
         lines += [
             f"load     {load.link:<32} {load.direction:<8} {_size(load.nbytes):>12} at {load.gb_s:g} GB/s"
@@ -136,9 +142,10 @@ def explain(plan: Plan, config: Config, topology: Topology = ANY_TOPOLOGY) -> Ex
     ingress = {plan.hosts[k]: 0 for k, worker in enumerate(plan.workers) if worker.role == "rollout"}
     for receiver, nbytes in got.items():
         ingress[plan.hosts[receiver]] += nbytes
-    loads = link_loads(traffic, links)
+    loads = loads_of(sent, got, links)
     busiest_s = max((load.seconds for load in loads), default=0.0)
     total = sum(sent.values())
+    relays = find_relays(plan, links, geometry)
     names = [str(worker) for worker in plan.workers]
     return Explanation(
         fingerprint=plan.fingerprint,
@@ -162,6 +169,8 @@ def explain(plan: Plan, config: Config, topology: Topology = ANY_TOPOLOGY) -> Ex
         bound=bound,
         ratio=busiest_s / bound.relayed_s if bound.relayed_s else 1.0,
         direct_ratio=busiest_s / bound.direct_s if bound.direct_s else 1.0,
+        relayed_ratio=relays.busiest_s / bound.relayed_s if bound.relayed_s else 1.0,
+        relayed_copies=sum(relays.egress_nbytes.values()) / copy_nbytes if copy_nbytes else 0.0,
     )
 
 

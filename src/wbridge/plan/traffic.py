@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -68,15 +68,18 @@ def find_traffic(plan: Plan, geometry: Geometry) -> Traffic:
     return Traffic(pairs, casts)
 
 
-def link_loads(traffic: Traffic, links: Links) -> tuple[LinkLoad, ...]:
-    """Return the load of each direction of each link that carries anything."""
+def loads_of(sent: Mapping[int, float], got: Mapping[int, float], links: Links) -> tuple[LinkLoad, ...]:
+    """Return the load of each direction of each link from what its workers send and get."""
     found: list[LinkLoad] = []
-    for direction, by_worker in (("egress", traffic.egress()), ("ingress", traffic.ingress())):
-        by_link = _sums((links.of_worker[k], n) for k, n in by_worker.items())
+    for direction, by_worker in (("egress", sent), ("ingress", got)):
+        by_link: dict[int, float] = {}
+        for worker, nbytes in by_worker.items():
+            link = links.of_worker[worker]
+            by_link[link] = by_link.get(link, 0.0) + nbytes
         for link, nbytes in sorted(by_link.items()):
             nic = links.nics[link]
             gb_s = nic.egress_gb_s if direction == "egress" else nic.ingress_gb_s
-            found.append(LinkLoad(links.names[link], direction, nbytes, gb_s))
+            found.append(LinkLoad(links.names[link], direction, round(nbytes), gb_s))
     return tuple(found)
 
 
