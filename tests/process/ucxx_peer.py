@@ -1,37 +1,53 @@
 """The other process of `test_ucxx_processes`: serves one connection until told to stop.
 
-Usage: ucxx_peer.py ADDRESS, in hex. Connects, sends its own address, then obeys.
+Usage: ucxx_peer.py ADDRESS WAY, the address in hex, the way `native` or `python`. Connects, sends its own
+address, then obeys.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 
 import anyio
 
+from wbridge.device.cpu import CpuDevice
 from wbridge.transport.base import RemoteSlot
 from wbridge.transport.ucxx import UcxxTransport
 
 
-async def main(address: str) -> None:
-    async with UcxxTransport("child") as transport:
+async def main(address: str, way: str) -> None:
+    device = CpuDevice()
+    async with UcxxTransport("child", native=way == "native") as transport:
         endpoint = await transport.connect(bytes.fromhex(address), "parent")
         await endpoint.send(transport.address)
-        slot = bytearray()
+        buffer = device.allocate(0, "pinned")
         async for message in transport.inbox:
             command, _, argument = message.payload.partition(b" ")
             if command == b"expose":
-                slot = bytearray(int(argument))
-                await endpoint.send(transport.expose(memoryview(slot), "parent").token)
+                transport.unregister(buffer)
+                buffer = device.allocate(int(argument), "pinned")
+                transport.register(buffer)
+                await endpoint.send(transport.expose(buffer.view, "parent").token)
+            elif command == b"again":
+                await endpoint.send(transport.expose(buffer.view, "parent").token)
             elif command == b"stamped":
-                await endpoint.send(b"ok" if slot == argument * len(slot) else b"torn")
+                await endpoint.send(b"ok" if buffer.view == argument * buffer.nbytes else b"torn")
             elif command == b"echo":
                 await endpoint.send(argument)
             elif command == b"put":
-                nbytes = int(argument[16:])
-                await endpoint.put(memoryview(bytes([1]) * nbytes), RemoteSlot(argument[:16], nbytes), b"put")
+                token, nbytes = bytes.fromhex(argument[:-16].decode()), int(argument[-16:])
+                await endpoint.put(memoryview(bytes([1]) * nbytes), RemoteSlot(token, nbytes), b"put")
+            elif command == b"hold":
+                await endpoint.send(b"holding")
+                await endpoint.flush()
+                ctypes.PyDLL(None).read(sys.stdin.fileno(), ctypes.create_string_buffer(1), 1)  # with the GIL
+            elif command == b"counters":
+                await endpoint.send(b"%d" % transport.counters["one_sided_nbytes"])
             else:
                 return
 
 
-anyio.run(main, sys.argv[1])
+os.set_blocking(sys.stdin.fileno(), True)
+anyio.run(main, *sys.argv[1:])
