@@ -10,7 +10,7 @@ makes a warm-up update and some that count, and ends. Figures are medians over a
 `ratio_to_memcpy` is an update's time as a multiple of one single-threaded libc memcpy of the bytes that must
 land, between buffers of 1 GB that have their pages, timed in the first trainer right before and after it.
 Where the two differ by more than a fifth, the update is discarded and counted. `one-copy` and `two-threads`
-copy straight into mapped parameters, `raw-socket` is one TCP stream per pair: bounds, not products.
+copy straight into mapped parameters, `raw-socket` is one TCP stream per pair: plain code, no products.
 A chart is written beside the JSON.
 """
 

@@ -11,8 +11,8 @@ OURS_SLOTS = "wbridge-slots"
 REFERENCE = "weightbridge-0.1.0"
 RAW_SOCKET = "raw-socket"
 ONE_COPY, TWO_THREADS = "one-copy", "two-threads"
-BOUNDS = (RAW_SOCKET, ONE_COPY, TWO_THREADS)
-"""Lower bounds, not products."""
+PLAIN = (RAW_SOCKET, ONE_COPY, TWO_THREADS)
+"""No products: what plain copies and sockets reach."""
 COUNTED = ("w1", "w1-slots", "w3")
 """Where the calls of Python functions are counted, too."""
 
@@ -47,7 +47,7 @@ BROADCAST = Entry("gloo-broadcast", "gloo", "torch", options={"broadcast": "1"})
 MOONCAKE = Entry("mooncake-tcp", "mooncake", "mooncake")
 TORCHSTORE = Entry("torchstore", "torchstore_actors", "torchstore")
 FILES = Entry("files", "files", "torch")
-OLD = Entry(REFERENCE, "reference", "reference", flags=("-O",), limit_s=900.0, is_interleaved=False)
+OLD = Entry(REFERENCE, "reference", "reference", flags=("-O",), limit_s=600.0, is_interleaved=False)
 COPY_1 = Entry(ONE_COPY, "probes", "torch", options={"threads": "1"})
 COPY_2 = Entry(TWO_THREADS, "probes", "torch", options={"threads": "2"})
 STREAM = Entry(RAW_SOCKET, "probes", "torch", options={"socket": "1"})

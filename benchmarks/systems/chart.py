@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from benchmarks.systems.catalogue import BOUNDS
+from benchmarks.systems.catalogue import PLAIN
 from benchmarks.systems.results import COMPARED, Row
 
 WIDTH, LABEL_WIDTH, VALUE_WIDTH = 760, 160, 70
 BAR_HEIGHT, BAR_PITCH, TITLE_HEIGHT, PADDING = 14, 20, 40, 16
-COLOURS = {"ours": "#1f6feb", "rival": "#8b949e", "bound": "#2da44e"}
+COLOURS = {"ours": "#1f6feb", "rival": "#8b949e", "plain": "#2da44e"}
 TITLES = {
     "w1": "one trainer to one rollout, 1.2 GB",
     "w1-slots": "the same through slots",
@@ -55,7 +55,7 @@ def _panel(title: str, values: dict[str, float], top: int) -> str:
     for place, (system, value) in enumerate(sorted(values.items(), key=lambda item: item[1])):
         y = top + TITLE_HEIGHT + BAR_PITCH * place
         length = max(1.0, room * (math.log10(max(value, 1e-3)) - floor) / span)
-        kind = "bound" if system in BOUNDS else "ours" if system.startswith("wbridge") else "rival"
+        kind = "plain" if system in PLAIN else "ours" if system.startswith("wbridge") else "rival"
         parts.append(_text(PADDING, y + BAR_HEIGHT - 3, system, size=12))
         parts.append(
             f'<rect x="{PADDING + LABEL_WIDTH}" y="{y}" width="{length:.1f}" height="{BAR_HEIGHT}" '

@@ -1,4 +1,4 @@
-"""Lower bounds, not products: one copy through shared memory by `threads` threads, or one raw socket stream.
+"""Plain code, no products: one copy through shared memory by `threads` threads, or one raw socket stream.
 
 `threads`: rollout parameters lie in memory that the trainers map, and trainers copy into them: nothing is
 staged. `socket`: a stream of loopback TCP per pair, received into the parameters.

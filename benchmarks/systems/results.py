@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.systems.catalogue import BOUNDS, OURS, OURS_SLOTS, RAW_SOCKET
+from benchmarks.systems.catalogue import OURS, OURS_SLOTS, PLAIN, RAW_SOCKET
 
 Row = dict[str, object]
 UNITS = {
@@ -122,7 +122,7 @@ def verdicts(rows: list[Row]) -> list[str]:
             str(s): v for (c, s, m), v in found.items() if (c, m) == (case, metric) and isinstance(v, float)
         }
         ours = values.pop(OURS, None)
-        rivals = {s: v for s, v in values.items() if s not in (*BOUNDS, OURS_SLOTS)}
+        rivals = {s: v for s, v in values.items() if s not in (*PLAIN, OURS_SLOTS)}
         if ours is not None and rivals:
             best = min(rivals, key=lambda name: rivals[name])
             is_ahead = ours < rivals[best]
