@@ -83,7 +83,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     allow_unfed: tuple[str, ...] = ()
     """Shell-style patterns of parameters that may keep elements which no checkpoint tensor feeds."""
     cache_dir: str = ""
-    """Where source maps are kept between runs; empty turns the cache off."""
+    """Where source maps and plans are kept between runs; empty turns the cache off."""
     verify: Literal["sample", "full", "off"] = "sample"
     """How much of the source map is replayed against a real `load_weights` at connect."""
     local_slots: int = 2

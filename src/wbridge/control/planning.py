@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Mapping
 
@@ -11,11 +12,14 @@ from wbridge.config import Config
 from wbridge.control.agreement import job_values
 from wbridge.control.membership import Joined, Member
 from wbridge.control.messages import EpochStart, Peer
+from wbridge.control.plan_cache import PlanCache, digest_of
 from wbridge.errors import InternalError, ProtocolError
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.build import plan_tables
 from wbridge.plan.expand import Expansion
 from wbridge.plan.types import Plan, WorkerPlan
+
+_log = logging.getLogger(__name__)
 
 
 class Roster(msgspec.Struct, frozen=True):
@@ -30,20 +34,36 @@ class Roster(msgspec.Struct, frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """The plan of an epoch as it travels, and for each worker those it has to do with."""
+    """The plan of an epoch as it travels, and for each worker those it has to do with, by index."""
 
     plan: bytes
-    partners: dict[WorkerId, tuple[WorkerId, ...]]
+    workers: tuple[WorkerId, ...]
+    partners: tuple[tuple[int, ...], ...]
+
+    def partners_of(self, worker: WorkerId) -> tuple[WorkerId, ...]:
+        return tuple(self.workers[k] for k in self.partners[self.workers.index(worker)])
 
 
 def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str], config: Config) -> Planned:
-    """Plan and encode. Pure and slow: seconds for the largest fleets, so it runs in a worker thread.
+    """Plan and encode, or take from the cache what was planned for the same workers.
+
+    Slow, so it runs in a worker thread: up to a second for the largest fleets.
 
     Raises:
         PlanError, LayoutError, CoverageError: as `build_plan`.
     """
+    members = sorted((worker, joined.digest, hosts[worker]) for worker, joined in maps.items())
+    form = msgspec.json.schema(Plan)  # what another release may have stored differently
+    cache, digest = PlanCache(config.cache_dir), digest_of(form, members, config.include, config.slot_nbytes)
+    if (stored := cache.load(digest)) is not None:
+        try:
+            return msgspec.msgpack.decode(stored, type=Planned)
+        except msgspec.MsgspecError as exc:
+            _log.debug("a plan in the cache is foreign", extra={"digest": digest, "error": str(exc)})
     plan = plan_tables({worker: joined.table for worker, joined in maps.items()}, hosts, config)
-    return Planned(packed(plan), partners_of(plan))
+    planned = Planned(packed(plan), plan.workers, partners_of(plan))
+    cache.store(digest, msgspec.msgpack.encode(planned))
+    return planned
 
 
 def packed(plan: Plan) -> bytes:
@@ -67,21 +87,18 @@ def unpacked_slice(data: bytes, worker: WorkerId) -> WorkerPlan:
     return Expansion(plan).slice_for(worker)
 
 
-def partners_of(plan: Plan) -> dict[WorkerId, tuple[WorkerId, ...]]:
+def partners_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Return for each worker its own group, and those it writes to or gets something from."""
-    groups: dict[tuple[str, str], list[WorkerId]] = {}
-    for worker in plan.workers:
-        groups.setdefault((worker.role, worker.group), []).append(worker)
-    others: dict[WorkerId, set[WorkerId]] = {worker: set() for worker in plan.workers}
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, worker in enumerate(plan.workers):
+        groups.setdefault((worker.role, worker.group), []).append(index)
+    found = [set(groups[worker.role, worker.group]) for worker in plan.workers]
     for writers, receivers in Expansion(plan).pairs():
         for writer in writers:
-            others[plan.workers[writer]].update(plan.workers[k] for k in receivers)
+            found[writer].update(receivers)
         for receiver in receivers:
-            others[plan.workers[receiver]].update(plan.workers[k] for k in writers)
-    return {
-        worker: tuple(sorted({*groups[worker.role, worker.group], *others[worker]}))
-        for worker in plan.workers
-    }
+            found[receiver].update(writers)
+    return tuple(tuple(sorted(own)) for own in found)
 
 
 def epoch_start(
@@ -92,7 +109,7 @@ def epoch_start(
     return EpochStart(
         epoch=epoch,
         plan=planned.plan,
-        peers=tuple(_peer(by_worker[partner]) for partner in planned.partners[worker]),
+        peers=tuple(_peer(by_worker[partner]) for partner in planned.partners_of(worker)),
         engines=tuple(roster.engines),
         ranks=tuple(member.worker for member in roster.ranks),
         job=job_values(config),
