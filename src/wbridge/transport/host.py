@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import select
 from pathlib import Path
 from typing import Final
 
 from wbridge.errors import ConfigError
 
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _EXITING: Final = 0x4
 """PF_EXITING, among the flags of /proc/PID/stat: set before the first of its files is closed."""
 
@@ -50,21 +51,16 @@ def process_token(pid: int = 0) -> str:
 def is_ending(pid: int) -> bool:
     """Whether a process of this namespace has begun to end, and the kernel still gives back what it holds.
 
-    It drops file locks in no particular order: a GPU may still work for a process that has lost them.
+    It drops file locks in no particular order: a GPU may still work for a process that has lost them. True if
+    that cannot be found out now, for lack of descriptors: ask again.
     """
     try:
-        process = os.pidfd_open(pid)
-    except OSError:  # it has ended, or is out of sight
-        return False
-    try:
-        if select.select([process], [], [], 0)[0]:
-            return False
+        # As above: the state is the first after the name, the flags the 7th, the number of threads the 18th.
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return bool(int(status[6]) & _EXITING)
-    except OSError:  # it has ended meanwhile
-        return False
-    finally:
-        os.close(process)
+    except OSError as exc:  # otherwise it has ended, or is out of sight
+        return exc.errno in _EXHAUSTED
+    has_ended = status[0] in "ZX" and int(status[17]) <= 1  # a first thread that is over waits for the others
+    return not has_ended and bool(int(status[6]) & _EXITING)
 
 
 def pid_of(token: str) -> int | None:

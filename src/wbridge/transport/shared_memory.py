@@ -57,7 +57,7 @@ class SharedMemoryTransport:
         self._incoming: set[UnixIncoming] = set()
         self._exposed: dict[int, int] = {}  # entry -> word
         self._writers: dict[int, str] = {}  # entry -> name
-        self._pids: dict[str, int] = {}  # of all who were ever let in, by name
+        self._pids: dict[str, set[int]] = {}  # of all who were ever let in, by name
         self._free = iter(range(NUM_ENTRIES))
         self._freed: list[int] = []
         self._own = UnixAddress(b"\0wbridge-" + secrets.token_hex(16).encode(), secrets.token_bytes(32))
@@ -121,7 +121,7 @@ class SharedMemoryTransport:
         """Let writers map `buffer`, those of today and those to come."""
         shared = self._segments.add(buffer)
         if shared is not None:
-            for incoming in self._incoming:
+            for incoming in list(self._incoming):  # one that has ended meanwhile is found out, and removed
                 if incoming.is_in:
                     _show(incoming, shared)
 
@@ -160,7 +160,7 @@ class SharedMemoryTransport:
                 return True
             if self._table.try_lock(token.entry):
                 is_left = self._table.holds(token.entry, token.word)
-                if not is_left or not is_ending(self._pids.get(self._writers[token.entry], 0)):
+                if not is_left or not any(map(is_ending, self._pids.get(self._writers[token.entry], ()))):
                     self._table.take_back(token.entry)
                     self._table.unlock(token.entry)
                     self._free_entry(token.entry, token.word)
@@ -212,7 +212,7 @@ class SharedMemoryTransport:
         self._incoming.add(incoming)
 
     def _let_in(self, incoming: UnixIncoming) -> None:
-        self._pids[incoming.peer] = incoming.pid
+        self._pids.setdefault(incoming.peer, set()).add(incoming.pid)  # its predecessor may still be ending
         for shared in self._segments:
             _show(incoming, shared)
         incoming.post(TableFrame(), self._memory)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -21,6 +25,7 @@ from wbridge.transport.host import is_ending
 from wbridge.transport.select import Transports, open_transports
 from wbridge.transport.shared_memory import SharedMemoryTransport
 from wbridge.transport.unix_frames import Segment, decode, encode
+from wbridge.transport.unix_incoming import UnixIncoming
 
 
 def num_open() -> int:
@@ -121,6 +126,69 @@ async def test_a_slot_of_a_writer_that_is_ending_is_not_taken_back_yet(
         with anyio.fail_after(5.0):
             assert await receiver.withdraw(receiver.expose(buffer.addresses[:64], "sender"))
     assert asked == [os.getpid()] * 4
+
+
+@pytest.mark.anyio
+async def test_a_writer_is_ending_although_its_successor_of_the_same_name_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ending = os.getpid() + 1
+    looks: list[bool] = []
+
+    class Predecessor(UnixIncoming):
+        def __init__(self, connection: socket.socket, **more: Any) -> None:  # as the original has them
+            super().__init__(connection, **more)
+            self.pid = ending
+
+    def is_ending(pid: int) -> bool:
+        if pid == ending:
+            looks.append(len(looks) < 2)
+        return pid == ending and looks[-1]
+
+    monkeypatch.setattr(shared_memory, "is_ending", is_ending)
+    buffer = FarDevice().allocate(4096, "device", shared=True)
+    async with SharedMemoryTransport("receiver") as receiver, SharedMemoryTransport("sender") as sender:
+        receiver.register(buffer)
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_memory, "UnixIncoming", Predecessor)
+            await sender.connect(receiver.address, "receiver")
+        await sender.connect(receiver.address, "receiver")
+        with anyio.fail_after(5.0):
+            assert await receiver.withdraw(receiver.expose(buffer.addresses[:64], "sender"))
+    assert looks == [True, True, False]
+
+
+@pytest.mark.anyio
+async def test_memory_is_shown_to_all_when_a_writer_has_gone_unnoticed() -> None:
+    buffer = FarDevice().allocate(4096, "device", shared=True)
+    async with SharedMemoryTransport("receiver") as receiver, SharedMemoryTransport("sender") as sender:
+        endpoints = [await sender.connect(receiver.address, "receiver") for _ in range(3)]
+        for endpoint in endpoints[:2]:
+            endpoint._end(endpoint._closed_error)
+        receiver.register(buffer)
+        with anyio.fail_after(5.0):
+            assert isinstance(await endpoints[2]._segment(1), ExportedMemory)
+
+
+@pytest.mark.parametrize(("state", "threads", "expected"), [("D", 1, True), ("Z", 2, True), ("Z", 1, False)])
+def test_a_process_is_ending_until_its_last_thread_is_over(
+    state: str, threads: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = 0x400004
+    status = f"7 (a ) name) {state} 1 7 7 0 -1 {flags} 0 0 0 0 0 0 0 0 20 0 {threads} 0 99 0 0"
+    monkeypatch.setattr(Path, "read_text", lambda _: status)
+    assert is_ending(7) is expected
+
+
+@pytest.mark.parametrize(("code", "expected"), [(errno.EMFILE, True), (errno.EACCES, False)])
+def test_a_process_that_cannot_be_asked_after_now_has_not_ended(
+    code: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(_: Path) -> str:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert is_ending(os.getpid()) is expected
 
 
 def test_a_process_is_ending_from_its_first_closed_file_to_its_last() -> None:
