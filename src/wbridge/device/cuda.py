@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import anyio
@@ -280,28 +283,40 @@ class Rings:
         self._index = index
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     async def wait(self, event: CudaEvent, stream: int) -> None:
         """Return when `event`, recorded in `stream`, is done."""
-        if why_no_rings() is not None:
-            await _poll(event)
-            return
-        loop = asyncio.get_running_loop()
-        if loop not in self._bells:
-            self._bells[loop] = Bell()
-        bell = self._bells[loop]
+        if (bell := self._bell()) is not None:
+            with suppress(DriverError):  # no room for a stream, say; the event itself may be well
+                await bell.wait(event.is_done, functools.partial(self._ask, event, stream, bell))
+        await _poll(event)
 
-        def ask() -> None:
+    def _bell(self) -> Bell | None:
+        """The running loop's. None: nobody would ring it."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._is_closed or why_no_rings() is not None:
+                return None
+            if loop not in self._bells:
+                self._bells[loop] = Bell()
+            return self._bells[loop]
+
+    def _ask(self, event: CudaEvent, stream: int, bell: Bell) -> None:
+        with self._lock:
+            if self._is_closed:  # by another thread, and the bell's descriptor may be another file's
+                return
             if stream not in self._streams:
                 self._streams[stream] = _take_stream(self._index, _HIGH)
             ringing = self._streams[stream]
             ringing.wait_event(event.handle)
             ring_behind(self._index, ringing.cuda_stream, bell.descriptor)
 
-        await bell.wait(event.is_done, ask)
-
     def close(self) -> None:
-        """Return when no bell will be rung any more."""
+        """Return when no bell will be rung any more. Who still waits then looks again and again."""
+        with self._lock:
+            self._is_closed = True
         while self._streams:
             _, stream = self._streams.popitem()
             _record(stream).synchronize()

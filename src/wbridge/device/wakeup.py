@@ -45,20 +45,26 @@ class Bell:
         self._is_closed = False
 
     async def wait(self, is_over: Callable[[], bool], ask: Callable[[], None]) -> None:
-        """Return when `is_over()`, which is looked at whenever the bell rings. `ask` makes it ring then.
+        """Return when `is_over()`, which is looked at whenever the bell rings, or when the bell is closed.
 
-        Looks now and then without having heard it: a device that fails does not ring. Cancelled: leaves
-        nothing behind but a ring that nobody needs.
+        `ask` makes it ring then. It is called once: what asks a device takes room in its queue, and the
+        thread that finds it full stands still. Looks now and then without having heard it: a device that
+        fails does not ring. Cancelled: leaves nothing behind but a ring that nobody needs.
         """
-        while not is_over():
-            news = anyio.Event()
-            self._add(news, is_over)
-            try:
-                ask()
+        if self._is_vain(is_over):
+            return
+        news = anyio.Event()
+        self._add(news, is_over)
+        try:
+            ask()
+            while not self._is_vain(is_over):
                 with anyio.move_on_after(_PATIENCE_S):
                     await news.wait()
-            finally:
-                self._remove(news)
+        finally:
+            self._remove(news)
+
+    def _is_vain(self, is_over: Callable[[], bool]) -> bool:
+        return self._is_closed or is_over()
 
     def close(self) -> None:
         """Nothing may ring it any more. From any thread; idempotent."""

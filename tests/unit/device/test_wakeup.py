@@ -89,6 +89,27 @@ async def test_a_device_that_does_not_ring_is_looked_at_all_the_same(monkeypatch
 
 
 @pytest.mark.anyio
+async def test_a_long_wait_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's queue is bounded, and the loop stands still while it is full."""
+    monkeypatch.setattr(wakeup, "_PATIENCE_S", 0.0)
+    bell, looks, asked = Bell(), iter([False] * 20 + [True]), list[bool]()
+    await bell.wait(lambda: next(looks), lambda: asked.append(True))
+    assert asked == [True]
+    bell.close()
+
+
+@pytest.mark.anyio
+async def test_closing_lets_those_go_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wakeup, "_PATIENCE_S", 60.0)
+    bell = Bell()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bell.wait, lambda: False, nothing)
+        await anyio.wait_all_tasks_blocked()
+        await anyio.to_thread.run_sync(bell.close)
+    await bell.wait(lambda: False, lambda: pytest.fail("asked"))
+
+
+@pytest.mark.anyio
 async def test_a_failure_that_is_heard_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wakeup, "_PATIENCE_S", 60.0)
     bell, failed = Bell(), threading.Event()

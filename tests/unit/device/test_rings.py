@@ -1,0 +1,85 @@
+"""How those who await a GPU hear of it, with all of the GPU replaced by a stream that works when told to."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from wbridge.device import cuda
+from wbridge.device.cuda import Rings
+from wbridge.device.cuda_driver import DriverError
+
+pytestmark = pytest.mark.anyio
+
+
+class Event:
+    """Done after so many looks."""
+
+    handle = None
+
+    def __init__(self, num_looks: int) -> None:
+        self.num_looks = num_looks
+
+    def is_done(self) -> bool:
+        self.num_looks -= 1
+        return self.num_looks < 0
+
+
+@pytest.fixture
+def rung(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The descriptors that were written."""
+    written: list[int] = []
+
+    def ring_behind(index: int, stream: int, descriptor: int) -> None:
+        written.append(descriptor)
+        os.eventfd_write(descriptor, 1)
+
+    stream = SimpleNamespace(cuda_stream=1, wait_event=lambda _: None)
+    monkeypatch.setattr(cuda, "why_no_rings", lambda: None)
+    monkeypatch.setattr(cuda, "_take_stream", lambda *_: stream)
+    monkeypatch.setattr(cuda, "_give_back", lambda *_: None)
+    monkeypatch.setattr(cuda, "_record", lambda _: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(cuda, "ring_behind", ring_behind)
+    return written
+
+
+async def wait(rings: Rings, event: Any) -> None:  # the fake of a CudaEvent
+    with anyio.fail_after(10.0):
+        await rings.wait(event, 7)
+
+
+async def test_a_wait_rings_once(rung: list[int]) -> None:
+    rings, event = Rings(0), Event(1)
+    await wait(rings, event)
+    assert len(rung) == 1
+    rings.close()
+
+
+async def test_who_cannot_be_told_looks_until_it_is_over(
+    rung: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the slot would count as unused while the GPU writes it."""
+
+    def take_stream(index: int, priority: int) -> object:
+        raise DriverError("cuStreamCreateWithPriority failed with CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(cuda, "_take_stream", take_stream)
+    rings, event = Rings(0), Event(5)
+    await wait(rings, event)
+    assert event.num_looks == -1
+    assert not rung
+    rings.close()
+
+
+async def test_nothing_is_rung_once_closed(rung: list[int]) -> None:
+    rings, event = Rings(0), Event(5)
+    await wait(rings, Event(1))
+    await anyio.to_thread.run_sync(rings.close)
+    await wait(rings, event)
+    assert event.num_looks == -1
+    assert len(rung) == 1
