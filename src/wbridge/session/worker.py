@@ -143,7 +143,8 @@ class Worker:
         if self._closed:
             return
         self._closed = True
-        if self._running is not None and not self.loop.is_forked:
+        has_ended = not self.loop.is_forked
+        if self._running is not None and has_ended:
             has_ended = False
             try:
                 has_ended = yield Wait(self.loop.submit(self._end).finished, _nothing)
@@ -151,8 +152,8 @@ class Worker:
                 self.loop.stop(wait=has_ended)
             if not has_ended:
                 _log.warning("closing took too long, a thread stays", extra={"adapter": self.loop.name})
-        if self._given_device is None and self._caller_device is not None:
-            self._caller_device.close()
+        if has_ended and self._given_device is None and self._caller_device is not None:
+            self._caller_device.close()  # else a thread, or the parent of this fork, uses it
         if self._member is not None and self._member.failure is not None:
             raise self._member.failure
 

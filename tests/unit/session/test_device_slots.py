@@ -8,11 +8,14 @@ from pathlib import Path
 import anyio
 import pytest
 
+import wbridge
 from tests.models.far import FAR, FarDevice
-from tests.unit.session.job import Job, gather, running
+from tests.unit.session.job import PATIENCE_S, Job, gather, running
 from wbridge.config import Config
 from wbridge.device import copy
-from wbridge.device.base import HOST, Access
+from wbridge.device.base import HOST, Access, PeerMemory
+from wbridge.device.cpu import CpuBuffer, CpuDevice
+from wbridge.errors import NativeUnavailable, UpdateAborted, WBridgeError
 from wbridge.session import worker
 from wbridge.transport.select import Transports
 
@@ -99,3 +102,41 @@ async def test_slots_are_in_host_memory_if_the_host_copies_or_reads_them(
             assert are_far(job) == [is_direct and more is SHARED] * 3
             await job.update(1)
             assert job.holds(1)
+
+
+async def test_slots_move_with_the_mode(access_of: dict[str, Access], tmp_path: Path) -> None:
+    with closing(FarDevice()) as device:
+        async with running(tmp_path, "sync", devices=(device, device), receiver_config={}, **SHARED) as job:
+            await job.update(1)
+            for version, mode in enumerate(("async", "sender_overlap"), start=2):
+                await gather(*[lambda s=s, m=mode: s.reconfigure(mode=m) for s in job.senders])
+                await job.update(version)
+                assert are_far(job) == [mode == "sender_overlap"] * 3
+                assert job.holds(version)
+
+
+async def test_a_writer_that_cannot_open_the_slots_says_why_and_keeps_nobody(
+    access_of: dict[str, Access], tmp_path: Path
+) -> None:
+    class Barred(FarDevice):
+        def adopt(self, memory: PeerMemory) -> CpuBuffer:
+            return CpuDevice().adopt(memory)
+
+    kinds: list[type[Exception]] = []
+
+    async def send(sender: wbridge.SenderAdapter) -> None:
+        try:
+            await sender.send_weights(1)
+        except WBridgeError as exc:
+            kinds.append(type(exc))
+
+    with closing(FarDevice()) as device, closing(Barred()) as barred:
+        async with running(
+            tmp_path, "sync", devices=(device, device), sender_devices={1: barred}, **SHARED
+        ) as job:
+            async with anyio.create_task_group() as tasks:
+                polls = [r.poll_requests for r in job.receivers]
+                tasks.start_soon(gather, *[lambda p=p: p(wait_s=PATIENCE_S) for p in polls])
+                await gather(*[lambda s=s: send(s) for s in job.senders])
+                tasks.cancel_scope.cancel()
+    assert sorted(kinds, key=str) == [NativeUnavailable, UpdateAborted]

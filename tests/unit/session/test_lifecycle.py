@@ -25,7 +25,9 @@ from tests.unit.session.job import (
     running_sync,
     settings,
     together,
+    toys,
 )
+from wbridge.device.cpu import CpuDevice
 from wbridge.errors import EndpointClosed, PeerLost, UpdateAborted, WBridgeError
 
 pytestmark = pytest.mark.anyio
@@ -83,6 +85,22 @@ async def test_an_adapter_that_never_connected_closes(tmp_path: Path) -> None:
             await sender.send_weights(1)
     with wbridge.sync.ReceiverAdapter(Rollout().target, rendezvous=rendezvous(tmp_path), config=values):
         pass
+
+
+async def test_a_fork_leaves_the_device_to_its_parent(tmp_path: Path) -> None:
+    """A child can use no GPU of its parent, not even to end what it has there."""
+
+    class ParentsDevice(CpuDevice):
+        def close(self) -> None:
+            pytest.fail("used in the child")
+
+    trainers, _ = toys(1, ONE)
+    sender = wbridge.SenderAdapter(
+        trainers[0].source, rendezvous=rendezvous(tmp_path), config=settings("sync", 1)
+    )
+    worker = sender._trainer._worker
+    worker._caller_device, worker.loop.is_forked = ParentsDevice(), True
+    await sender.aclose()
 
 
 @pytest.mark.parametrize("mode", MODES)
