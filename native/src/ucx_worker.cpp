@@ -452,8 +452,10 @@ void UcxWorker::shut(Clock::time_point deadline) {
             progress_until([&] { return ucp_request_check_status(flush) != UCS_INPROGRESS; }, deadline);
             endings.push_back(flush);
         }
+        std::vector<void *> receives;  // cancelling one may end its operation at once
         for (const auto &[number, operation] : operations_)
-            if (operation->request != nullptr && operation->route == 0) ucp_request_cancel(worker_, operation->request);
+            if (operation->request != nullptr && operation->route == 0) receives.push_back(operation->request);
+        for (void *request : receives) ucp_request_cancel(worker_, request);
         for (const auto &frame : frames_)
             if (frame->request != nullptr) ucp_request_cancel(worker_, frame->request);
         for (const auto &[number, key] : keys_) ucp_rkey_destroy(key);
@@ -469,6 +471,7 @@ void UcxWorker::shut(Clock::time_point deadline) {
             },
             deadline);
         for (void *ending : endings) ucp_request_free(ending);
+        drop_unread();
         for (const auto &[number, region] : regions_) ucp_mem_unmap(context_, region);
         ucp_worker_destroy(worker_);
     }
@@ -478,6 +481,20 @@ void UcxWorker::shut(Clock::time_point deadline) {
     worker_ = nullptr;
     context_ = nullptr;
     kick_ = bell_ = -1;
+}
+
+// UCX warns of messages that nobody has received.
+void UcxWorker::drop_unread() {
+    std::vector<char> nowhere(frame_nbytes_);
+    ucp_tag_recv_info_t info;
+    while (const auto message = ucp_tag_probe_nb(worker_, frame_tag_, ~Number{0}, 1, &info)) {
+        const ucp_request_param_t parameters{};
+        const auto request = ucp_tag_msg_recv_nbx(worker_, nowhere.data(), nowhere.size(), message, &parameters);
+        if (UCS_PTR_IS_PTR(request)) {
+            ucp_request_cancel(worker_, request);
+            ucp_request_free(request);
+        }
+    }
 }
 
 UcxWorker::Route &UcxWorker::route(Number number) { return *routes_.at(number); }

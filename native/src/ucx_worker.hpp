@@ -86,6 +86,7 @@ private:
     void ring();
     bool progress_until(const std::function<bool()> &is_over, std::chrono::steady_clock::time_point deadline);
     void shut(std::chrono::steady_clock::time_point deadline);
+    void drop_unread();
     Route &route(Number number);
 
     static void on_sent(void *request, ucs_status_t status, void *operation);
