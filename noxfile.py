@@ -99,7 +99,8 @@ def minimal(session: nox.Session) -> None:
 @nox.session(venv_backend="virtualenv")
 def sanitize(session: nox.Session) -> None:
     """Build the native extension with the address and undefined-behaviour sanitizers, and run its tests."""
-    session.install("-C", "cmake.define.WBRIDGE_SANITIZE=ON", ".", "--group", "test", *CONSTRAINTS)
+    sanitized = ("-C", "cmake.define.WBRIDGE_SANITIZE=ON", ".")
+    session.install(*sanitized, "libucx-cu12", "--group", "test", *CONSTRAINTS)
     # The sanitizers must be there before Python is, and see the C++ library to follow its exceptions.
     names = ("libasan.so", "libstdc++.so")
     found = [session.run("g++", f"-print-file-name={name}", external=True, silent=True) for name in names]
