@@ -57,7 +57,7 @@ class Mailer:
         self._sums = endpoint.peer in context.checksums
         self._slots = context.gather_slots.get(endpoint.peer)
         self._placements: dict[str, Placement] = {}
-        self._adopted: dict[int, Buffer] = {}  # by the identity of the memory, which the buffer keeps
+        self._adopted: dict[int, tuple[PeerMemory, Buffer]] = {}  # by the identity of the first
         self._adopting = anyio.Lock(fast_acquire=True)
         self._running: dict[Order, anyio.CancelScope] = {}
         self._scope = anyio.CancelScope()
@@ -140,8 +140,8 @@ class Mailer:
         async with self._adopting:
             if id(memory) not in self._adopted:
                 adopt = self._context.staging.adopt
-                self._adopted[id(memory)] = await anyio.to_thread.run_sync(adopt, memory)
-        return self._adopted[id(memory)]
+                self._adopted[id(memory)] = memory, await anyio.to_thread.run_sync(adopt, memory)
+        return self._adopted[id(memory)][1]
 
     def _gather(self, order: Order, there: Place) -> Event:
         if order.credit.in_place:

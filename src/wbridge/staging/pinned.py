@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -39,9 +40,11 @@ class PinnedSender:
         self._device = device
         self._local_slots = local_slots
         mirrors = [Mirror(device, parameters, names) for _ in range(snapshot_versions)]
-        self._free = deque(
+        self._versions = [
             _Version(mirror, pieces, host=self._gathers, device=self._device_gathers) for mirror in mirrors
-        )
+        ]
+        self._free = deque(self._versions)
+        self._compiling = threading.Lock()
         self._available = anyio.Semaphore(snapshot_versions, fast_acquire=True)
 
     @property
@@ -70,7 +73,12 @@ class PinnedSender:
         return LocalSlots(self._device, num_slots=self._local_slots, slot_nbytes=nbytes)
 
     def adopt(self, memory: PeerMemory) -> Buffer:
-        return self._device.adopt(memory)
+        """See `SenderStaging.adopt`. Takes long for the first memory that only the device reaches."""
+        buffer = self._device.adopt(memory)
+        with self._compiling:
+            for version in self._versions:
+                version.gathering_into(buffer)
+        return buffer
 
     def close(self) -> None:
         self._stream.close()

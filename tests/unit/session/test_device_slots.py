@@ -131,12 +131,10 @@ async def test_a_writer_that_cannot_open_the_slots_says_why_and_keeps_nobody(
             kinds.append(type(exc))
 
     with closing(FarDevice()) as device, closing(Barred()) as barred:
-        async with running(
-            tmp_path, "sync", devices=(device, device), sender_devices={1: barred}, **SHARED
-        ) as job:
-            async with anyio.create_task_group() as tasks:
-                polls = [r.poll_requests for r in job.receivers]
-                tasks.start_soon(gather, *[lambda p=p: p(wait_s=PATIENCE_S) for p in polls])
-                await gather(*[lambda s=s: send(s) for s in job.senders])
-                tasks.cancel_scope.cancel()
+        devices = {"devices": (device, device), "sender_devices": {1: barred}}
+        async with running(tmp_path, "sync", **devices, **SHARED) as job, anyio.create_task_group() as tasks:
+            polls = [receiver.poll_requests for receiver in job.receivers]
+            tasks.start_soon(gather, *[lambda p=p: p(wait_s=PATIENCE_S) for p in polls])
+            await gather(*[lambda s=s: send(s) for s in job.senders])
+            tasks.cancel_scope.cancel()
     assert sorted(kinds, key=str) == [NativeUnavailable, UpdateAborted]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import anyio
 import pytest
 import torch
 import xxhash
 
+from tests.models.far import FarDevice
 from wbridge.device.cpu import CpuDevice
+from wbridge.device.memory import ExportedMemory
 from wbridge.errors import InternalError
 from wbridge.ids import WorkerId
 from wbridge.layout.region import Strided
@@ -233,6 +237,18 @@ def test_the_receivers_differ_in_when_a_version_is_taken() -> None:
     assert (direct.num_slots, direct.slot_nbytes) == (3, 32)
     with pytest.raises(InternalError, match="not in a slot"):
         direct.slot_view(0, 16, 32)
+    device.close()
+
+
+def test_gathers_into_a_devices_memory_are_compiled_where_it_is_adopted() -> None:
+    """In a worker thread: the loop that starts them has leases to renew."""
+    device = FarDevice()
+    there = device.allocate(4096, "device", shared=True)
+    assert there.descriptor is not None
+    sender = PinnedSender(device, sources(), PIECES, local_slots=1, snapshot_versions=2)
+    assert not any(version._by_device for version in sender._versions)
+    sender.adopt(ExportedMemory(os.dup(there.descriptor), 4096))
+    assert all(version._by_device for version in sender._versions)
     device.close()
 
 
