@@ -59,8 +59,11 @@ class Shadows:
         """Execute one operator."""
         if func is torch.ops.aten._to_copy.default and args[0].dtype is self._dtype:
             kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
+        tensors = list(tensors_in(args, kwargs))
+        is_carried = any(isinstance(tensor, Carried) for tensor in tensors)
+        if not is_carried and not any(storage_key(tensor) in self._storages for tensor in tensors):
+            return func(*args, **kwargs)  # most operators of a sampled replay
         originals: dict[int, torch.Tensor] = {}
-        is_carried = any(isinstance(tensor, Carried) for tensor in tensors_in(args, kwargs))
 
         def enter(tensor: torch.Tensor) -> torch.Tensor:
             used = tensor.held if isinstance(tensor, Carried) else tensor
