@@ -52,7 +52,7 @@ class Result:
         return statistics.median(update[key] for update in self.updates)
 
     def of_cells(self, key: str) -> float:
-        return statistics.median(cell[key] for cell in self.cells)
+        return float(statistics.median(cell[key] for cell in self.cells))
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}
