@@ -213,10 +213,10 @@ def test_a_class_is_planned_as_each_of_its_tensors_would_be_alone(job: Job) -> N
     maps, hosts, config = job
     whole = build_plan(maps, hosts, config)
     for planned in whole.classes:
-        for tensor in planned.tensors:
+        for tensor in planned.tensors():
             only = Config(slot_nbytes=config.slot_nbytes, include=(tensor,))
             alone = build_plan(maps, hosts, only)
-            assert [one.tensors for one in alone.classes] == [(tensor,)]
+            assert [one.tensors() for one in alone.classes] == [(tensor,)]
             assert _cells(alone, 0) == _cells(whole, whole.classes.index(planned))
 
 

@@ -64,7 +64,7 @@ def iter_parts(plan: Plan, geometry: Geometry) -> Iterator[Part]:
                 receivers[needed] = tuple(
                     k for table, _ in needed for k in members[table] if plan.workers[k].role == "rollout"
                 )
-            nbytes = len(planned.tensors) * region.num_elements * itemsize(dtype)
+            nbytes = planned.num_tensors * region.num_elements * itemsize(dtype)
             yield Part(nbytes, owners, receivers[needed])
 
 

@@ -14,7 +14,7 @@ from wbridge.layout.source_map import SourceMap
 from wbridge.plan.balance import Balance
 from wbridge.plan.cells import find_cells
 from wbridge.plan.checks import check
-from wbridge.plan.classes import Members, find_classes, find_members
+from wbridge.plan.classes import Members, find_classes, find_members, included
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.schedule import ALIGNMENT
 from wbridge.plan.tables import Column, MapTable, tabulate
@@ -54,19 +54,21 @@ def plan_tables(
     """As `build_plan`, for maps in which equal layouts are written once."""
     if config.slot_nbytes < ALIGNMENT:
         raise PlanError(f"slot_nbytes = {config.slot_nbytes}: raise it to at least {ALIGNMENT} bytes")
-    members = find_members(tables)
+    members = find_members(included(tables, config.include))
     placed = hosts_of(members.workers, hosts)
-    found = find_classes(members, config.include)
+    found = find_classes(members)
     geometry = Geometry()
     cells = [(c, find_cells(c, members, geometry)) for c in found.classes]
     balance = Balance(
-        [(len(c.tensors), cell) for c, own in cells for cell in own],
+        [(c.num_tensors, cell) for c, own in cells for cell in own],
         members,
         placed,
         find_links(members.workers, placed, topology),
     )
     classes = tuple(
-        PlannedClass(c.tensors, tuple(balance.divide(len(c.tensors), cell, geometry, config) for cell in own))
+        PlannedClass(
+            c.stems, c.layers, tuple(balance.divide(c.num_tensors, cell, geometry, config) for cell in own)
+        )
         for c, own in cells
     )
     columns = tuple({id(row.column): row.column for table in members.tables for row in table.rows}.values())

@@ -94,8 +94,8 @@ def _partly_held(found: TensorClass, members: Members, geometry: Geometry, place
             left, position = divmod(left, extent)
             index.append(position)
         workers = sorted({members.workers[w] for table, _ in found.held for w in trainers[table]})
-        tensor = found.tensors[0]
-        parameter = row.column.parameters[row.column.tensors.index(tensor)]
+        tensor = found.first
+        parameter, _ = row.column.places(found.stems[:1], found.layers[:1])[0]
         return (
             f"{members.workers[rollouts[place[0]][0]]}: parameter {parameter!r} needs"
             f" {region.num_elements} elements of {tensor!r} {list(found.shape)} and no trainer holds"

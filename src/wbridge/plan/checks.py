@@ -8,7 +8,7 @@ from wbridge.errors import InternalError
 from wbridge.layout.dtype import itemsize
 from wbridge.plan.classes import needed_region
 from wbridge.plan.geometry import Geometry, at_origin, distinct
-from wbridge.plan.types import Group, Place, Plan, PlannedCell, Transfer
+from wbridge.plan.types import Group, Place, Plan, PlannedCell, PlannedClass, Transfer
 
 
 def check(plan: Plan, geometry: Geometry) -> None:
@@ -20,7 +20,7 @@ def check(plan: Plan, geometry: Geometry) -> None:
     for planned in plan.classes:
         delivered: dict[Place, int] = {}
         for cell in planned.cells:
-            _check_counts(plan, planned.tensors, cell)
+            _check_counts(plan, planned, cell)
             for place in cell.needed:
                 row = plan.row(place)
                 repeats = math.prod(extent for extent, _ in distinct(row.region)[1])
@@ -32,19 +32,19 @@ def check(plan: Plan, geometry: Geometry) -> None:
             row = plan.row(place)
             if got != row.region.num_elements:
                 raise InternalError(
-                    f"plan {plan.fingerprint[:12]} delivers {got} elements of {planned.tensors[0]!r} to"
+                    f"plan {plan.fingerprint[:12]} delivers {got} elements of {planned.tensors()[0]!r} to"
                     f" row {place[1]} of table {place[0]}, which needs {row.region.num_elements};"
                     " please report it"
                 )
 
 
-def _check_counts(plan: Plan, tensors: tuple[str, ...], cell: PlannedCell) -> None:
-    num_units = len(tensors) * cell.num_blocks
+def _check_counts(plan: Plan, planned: PlannedClass, cell: PlannedCell) -> None:
+    num_units = planned.num_tensors * cell.num_blocks
     for host, counts in cell.counts.items():
         if sum(counts) != num_units or len(counts) != len(cell.owners) or min(counts) < 0:
             raise InternalError(
-                f"plan {plan.fingerprint[:12]} divides {num_units} blocks of {tensors[0]!r} for host {host!r}"
-                f" into {counts}; please report it"
+                f"plan {plan.fingerprint[:12]} divides {num_units} blocks of {planned.tensors()[0]!r} for"
+                f" host {host!r} into {counts}; please report it"
             )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -16,8 +17,10 @@ from wbridge.errors import LayoutError, PlanError
 from wbridge.ids import WorkerId
 from wbridge.layout.region import Region
 from wbridge.plan.geometry import distinct
-from wbridge.plan.tables import Column, MapTable, Row
+from wbridge.plan.tables import Column, MapTable, Row, name_of, names_of, restricted
 from wbridge.plan.types import Place
+
+_Item = TypeVar("_Item", str, int)
 
 
 class Members(msgspec.Struct, frozen=True):
@@ -43,12 +46,22 @@ class Members(msgspec.Struct, frozen=True):
 class TensorClass(msgspec.Struct, frozen=True):
     """Tensors that are alike everywhere: the trainers' rows that hold them, the rollouts' that need them."""
 
-    tensors: tuple[str, ...]
+    stems: tuple[str, ...]
+    layers: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
     """Of the trainers' parameters."""
     held: tuple[Place, ...]
     needed: tuple[Place, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.stems) * len(self.layers)
+
+    @property
+    def first(self) -> str:
+        """The name of one of them."""
+        return name_of(self.stems[0], self.layers[0])
 
 
 class Classes(msgspec.Struct, frozen=True):
@@ -108,122 +121,141 @@ class _Numbers:
         return number
 
 
-def find_classes(members: Members, include: tuple[str, ...]) -> Classes:
+def find_classes(members: Members) -> Classes:
     """Divide the tensors that rollouts need into classes.
 
     Raises:
-        PlanError: a pattern matches nothing or divides a set, or no trainer has a needed tensor.
+        PlanError: no trainer has a needed tensor.
         LayoutError: two workers disagree on a tensor's shape, or on a dtype that cannot be cast.
     """
-    included = _Included(include)
     trainers, rollouts = members.of_table("trainer"), members.of_table("rollout")
-    _check_sets(members, rollouts, included)
-    sets = _name_sets(members, included)
-    class_of = _refine(sets)
-    held: dict[int, list[Place]] = {}
-    needed: dict[int, list[Place]] = {}
-    occurring = {number: tuple(dict.fromkeys(class_of[n] for n in names)) for number, names in sets.items()}
+    held: dict[_Alike, list[Place]] = {}
+    needed: dict[_Alike, list[Place]] = {}
+    occurring = _occurring([row.column for table in members.tables for row in table.rows])
     for t, table in enumerate(members.tables):
         for r, row in enumerate(table.rows):
-            for number in occurring[id(row.column.tensors)]:
+            for alike in occurring[id(row.column)]:
                 if trainers[t]:
-                    held.setdefault(number, []).append((t, r))
+                    held.setdefault(alike, []).append((t, r))
                 if rollouts[t]:
-                    needed.setdefault(number, []).append((t, r))
-    if not needed and include and any(members.tables[t].rows for t, own in enumerate(rollouts) if own):
-        raise PlanError(f"include = {include} matches no checkpoint tensor that a rollout needs")
-    names_of: dict[int, list[str]] = {}
-    for name in sorted(class_of):
-        names_of.setdefault(class_of[name], []).append(name)
+                    needed.setdefault(alike, []).append((t, r))
     if needed.keys() - held.keys():
-        raise PlanError(_unmatched(members, names_of, held, needed))
+        raise PlanError(_unmatched(members, held, needed))
     found = [
-        _class(members, tuple(names), held[number], needed[number])
-        for number, names in names_of.items()
-        if number in needed
+        _class(members, alike, held[alike], needed[alike])
+        for alike in sorted(needed, key=lambda alike: (alike[0][0], alike[1]))
     ]
-    num_unused = sum(len(names_of[number]) for number in held.keys() - needed.keys())
-    return Classes(tuple(found), num_unused)
+    return Classes(tuple(found), sum(len(s) * len(n) for s, n in held.keys() - needed.keys()))
 
 
-class _Included:
-    """The set of checkpoint tensors that some `include` pattern matches."""
-
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        joined = "|".join(fnmatch.translate(pattern) for pattern in patterns)
-        self._matches = re.compile(joined).match if patterns else None
-
-    def __contains__(self, tensor: str) -> bool:
-        return self._matches is None or self._matches(tensor) is not None
+_Alike = tuple[tuple[str, ...], tuple[int, ...]]
+"""Stems and layers of tensors that exactly the same columns contain."""
 
 
-def _check_sets(members: Members, rollouts: Sequence[Sequence[int]], included: _Included) -> None:
-    for t, own in enumerate(rollouts):
-        for tensors in members.tables[t].indivisible if own else ():
-            chosen = [tensor for tensor in tensors if tensor in included]
-            if chosen and len(chosen) < len(tensors):
-                left_out = next(tensor for tensor in tensors if tensor not in included)
-                raise PlanError(
-                    f"{members.workers[own[0]]}: the loader needs {len(tensors)} tensors in one call, but"
-                    f" include has {chosen[0]!r} and not {left_out!r}; include all of them or none"
-                )
+def _occurring(columns: Iterable[Column]) -> dict[int, list[_Alike]]:
+    """Return what each column (by id) contains, as parts that no column contains only partly."""
+    by_id = {id(column): column for column in columns}
+    stem_sets = {id(column.stems): column.stems for column in by_id.values()}
+    number_of = _refine(tuple(dict.fromkeys(stem_sets.values())))
+    parts = {s: tuple(dict.fromkeys(number_of[stem] for stem in stems)) for s, stems in stem_sets.items()}
+    stems_of: dict[int, list[str]] = {}
+    for stem in sorted(number_of):
+        stems_of.setdefault(number_of[stem], []).append(stem)
+    layer_sets: dict[int, dict[tuple[int, ...], None]] = {}
+    for column in by_id.values():
+        for number in parts[id(column.stems)]:
+            layer_sets.setdefault(number, {})[column.layers] = None
+    divided: dict[tuple[tuple[int, ...], ...], dict[tuple[int, ...], list[tuple[int, ...]]]] = {}
+    found: dict[int, list[_Alike]] = {key: [] for key in by_id}
+    stems_in = {number: tuple(stems) for number, stems in stems_of.items()}
+    for key, column in by_id.items():
+        for number in parts[id(column.stems)]:
+            sets = tuple(sorted(layer_sets[number]))
+            if sets not in divided:
+                divided[sets] = _layers_in(sets)
+            found[key] += [(stems_in[number], layers) for layers in divided[sets][column.layers]]
+    return found
 
 
-def _name_sets(members: Members, included: _Included) -> dict[int, tuple[str, ...]]:
-    """Return for the id of each row's `tensors` those included; equal ones are one object."""
-    known: dict[tuple[str, ...], tuple[str, ...]] = {}
-    sets: dict[int, tuple[str, ...]] = {}
-    for table in members.tables:
-        for row in table.rows:
-            tensors = row.column.tensors
-            if id(tensors) not in sets:
-                same = known.setdefault(tensors, tensors)
-                if same is tensors:
-                    sets[id(tensors)] = tuple(tensor for tensor in tensors if tensor in included)
-                else:
-                    sets[id(tensors)] = sets[id(same)]
-    return sets
+def _layers_in(sets: tuple[tuple[int, ...], ...]) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """Divide the layers of each set so that no set contains a part of them only partly."""
+    number_of = _refine(sets)
+    layers_of: dict[int, list[int]] = {}
+    for layer in sorted(number_of):
+        layers_of.setdefault(number_of[layer], []).append(layer)
+    return {
+        layers: [tuple(layers_of[number]) for number in dict.fromkeys(number_of[layer] for layer in layers)]
+        for layers in sets
+    }
 
 
-def _refine(sets: Mapping[int, tuple[str, ...]]) -> dict[str, int]:
-    """Number tensors so that two have one number if exactly the same sets hold them."""
-    class_of: dict[str, int] = {}
+def _refine(sets: Iterable[tuple[_Item, ...]]) -> dict[_Item, int]:
+    """Number items so that two have one number if exactly the same sets hold them."""
+    number_of: dict[_Item, int] = {}
     next_number = 1
-    for names in {id(names): names for names in sets.values()}.values():
+    for items in sets:
         parts: dict[int, int] = {}
-        for name in names:
-            before = class_of.get(name, 0)
+        for item in items:
+            before = number_of.get(item, 0)
             if before not in parts:
                 parts[before] = next_number
                 next_number += 1
-            class_of[name] = parts[before]
-    return class_of
+            number_of[item] = parts[before]
+    return number_of
 
 
-def _class(
-    members: Members, names: tuple[str, ...], held: Sequence[Place], needed: Sequence[Place]
-) -> TensorClass:
-    first = members.row(held[0])
+def included(tables: Mapping[WorkerId, MapTable], patterns: tuple[str, ...]) -> Mapping[WorkerId, MapTable]:
+    """Leave out the tensors that no pattern matches; without patterns, none.
+
+    Raises:
+        PlanError: a set that a loader needs in one call would be divided, or nothing is left.
+    """
+    if not patterns:
+        return tables
+    matches = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns)).match
+    known: dict[int, MapTable] = {}
+    for worker in sorted(tables):
+        table = tables[worker]
+        if id(table) in known:
+            continue
+        for tensors in table.indivisible if worker.role == "rollout" else ():
+            chosen = [tensor for tensor in tensors if matches(tensor)]
+            if chosen and len(chosen) < len(tensors):
+                left_out = next(tensor for tensor in tensors if not matches(tensor))
+                raise PlanError(
+                    f"{worker}: the loader needs {len(tensors)} tensors in one call, but include has"
+                    f" {chosen[0]!r} and not {left_out!r}; include all of them or none"
+                )
+        known[id(table)] = restricted(table, lambda tensor: matches(tensor) is not None)
+    rollouts = [tables[worker] for worker in tables if worker.role == "rollout"]
+    if any(table.rows for table in rollouts) and not any(known[id(table)].rows for table in rollouts):
+        raise PlanError(f"include = {patterns} matches no checkpoint tensor that a rollout needs")
+    return {worker: known[id(table)] for worker, table in tables.items()}
+
+
+def _class(members: Members, alike: _Alike, held: Sequence[Place], needed: Sequence[Place]) -> TensorClass:
+    stems, layers = alike
+    name, first = name_of(stems[0], layers[0]), members.row(held[0])
     for place in held[1:]:
         row = members.row(place)
         if row.shape != first.shape:
-            raise LayoutError(_shapes_differ(members, names[0], held[0], place))
+            raise LayoutError(_shapes_differ(members, name, held[0], place))
         if row.dtype != first.dtype:
             raise LayoutError(
-                f"{names[0]!r} is {first.dtype} on {_who(members, held[0])} but {row.dtype} on"
+                f"{name!r} is {first.dtype} on {_who(members, held[0])} but {row.dtype} on"
                 f" {_who(members, place)}; keep one dtype on all trainers"
             )
     for place in needed:
         row = members.row(place)
         if row.shape != first.shape:
-            raise LayoutError(_shapes_differ(members, names[0], held[0], place, "rollout"))
+            raise LayoutError(_shapes_differ(members, name, held[0], place, "rollout"))
         if row.dtype != first.dtype and not all("float" in dtype for dtype in (row.dtype, first.dtype)):
             raise LayoutError(
-                f"{names[0]!r} is {first.dtype} in {_parameter(first, names[0])!r} of"
-                f" {_who(members, held[0])} but {row.dtype} in {_parameter(row, names[0])!r} of"
+                f"{name!r} is {first.dtype} in {_parameter(first, alike)!r} of"
+                f" {_who(members, held[0])} but {row.dtype} in {_parameter(row, alike)!r} of"
                 f" {_who(members, place, 'rollout')}; only float types are cast, so make the two equal"
             )
-    return TensorClass(names, first.shape, first.dtype, tuple(held), tuple(needed))
+    return TensorClass(stems, layers, first.shape, first.dtype, tuple(held), tuple(needed))
 
 
 def needed_region(region: Region) -> Region:
@@ -235,8 +267,8 @@ def _who(members: Members, place: Place, role: str = "trainer") -> WorkerId:
     return members.workers[members.of_table(role)[place[0]][0]]
 
 
-def _parameter(row: Row, tensor: str) -> str:
-    return row.column.parameters[row.column.tensors.index(tensor)]
+def _parameter(row: Row, alike: _Alike) -> str:
+    return row.column.places(alike[0][:1], alike[1][:1])[0][0]
 
 
 def _shapes_differ(members: Members, tensor: str, left: Place, right: Place, role: str = "trainer") -> str:
@@ -248,21 +280,19 @@ def _shapes_differ(members: Members, tensor: str, left: Place, right: Place, rol
 
 
 def _unmatched(
-    members: Members,
-    names_of: Mapping[int, Sequence[str]],
-    held: Mapping[int, Sequence[Place]],
-    needed: Mapping[int, Sequence[Place]],
+    members: Members, held: Mapping[_Alike, Sequence[Place]], needed: Mapping[_Alike, Sequence[Place]]
 ) -> str:
+    def names(found: Iterable[_Alike]) -> list[str]:
+        return sorted(name for stems, layers in found for name in names_of(stems, layers))
+
     lacking = needed.keys() - held.keys()
-    missing = sorted(name for number in lacking for name in names_of[number])
-    spare = sorted(name for number in held.keys() - needed.keys() for name in names_of[number])
-    place = next(places[0] for number, places in needed.items() if missing[0] in names_of[number])
+    missing, spare = names(lacking), names(held.keys() - needed.keys())
+    place = next(needed[alike][0] for alike in lacking if missing[0] in names([alike]))
     return (
-        f"no trainer has {len(missing)} of the {sum(len(names_of[n]) for n in needed)} tensors that rollouts"
-        f" need: {_some(missing)} (the first is needed by {_who(members, place, 'rollout')}); of"
-        f" {sum(len(names_of[n]) for n in held)} tensors that trainers hold, {len(spare)} are needed by no"
-        f" rollout: {_some(spare)}."
-        " Map the names of one side to the other's, or leave tensors out with `include`"
+        f"no trainer has {len(missing)} of the {len(names(needed))} tensors that rollouts need:"
+        f" {_some(missing)} (the first is needed by {_who(members, place, 'rollout')}); of"
+        f" {len(names(held))} tensors that trainers hold, {len(spare)} are needed by no rollout:"
+        f" {_some(spare)}. Map the names of one side to the other's, or leave tensors out with `include`"
     )
 
 

@@ -44,7 +44,8 @@ class Expansion:
                 self._members.setdefault((table, host), []).append(index)
         self._by_table: dict[int, list[_Part]] | None = None
         self._intakes: dict[Receivers, Intake] = {}
-        self._positions: dict[tuple[int, Place], list[int]] = {}
+        self._places: dict[tuple[int, Place], list[tuple[str, int]]] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
 
     def groups_into(self, receiver: WorkerId) -> tuple[Group, ...]:
         """Return the groups of a receiver, index 0..G-1; a trainer has none.
@@ -137,17 +138,19 @@ class Expansion:
     def column(self, place: Place) -> Column:
         return self._plan.columns[self._plan.row(place).column]
 
-    def positions(self, part: _Part, place: Place) -> list[int]:
-        """Return where in the column of a row each tensor of a class is."""
+    def places(self, part: _Part, place: Place) -> list[tuple[str, int]]:
+        """Return the parameter and offset of each tensor of a class in a row."""
         key = (part.number, place)
-        if key not in self._positions:
-            column = self.column(place).tensors
-            if len(column) == len(part.planned.tensors):
-                self._positions[key] = list(range(len(column)))
-            else:
-                where = {tensor: k for k, tensor in enumerate(column)}
-                self._positions[key] = [where[tensor] for tensor in part.planned.tensors]
-        return self._positions[key]
+        if key not in self._places:
+            planned = part.planned
+            self._places[key] = self.column(place).places(planned.stems, planned.layers)
+        return self._places[key]
+
+    def tensors(self, part: _Part) -> tuple[str, ...]:
+        """Return the names of a class."""
+        if part.number not in self._names:
+            self._names[part.number] = part.planned.tensors()
+        return self._names[part.number]
 
 
 class _Part:
@@ -205,7 +208,7 @@ class Intake:
             for block in geometry.blocks(cell.region, cell.max_elements)
         )
         writers = tuple([cell.owners[k] for k in spread(part.counts(host))])
-        return Inflow(part.planned.tensors, sizes, element_nbytes, writers)
+        return Inflow(self._shared.tensors(part), sizes, element_nbytes, writers)
 
     def _transfers(self, writer: int, start: int, items: list[Item]) -> Iterator[Transfer]:
         end = start
@@ -226,10 +229,9 @@ class _Way:
     def __init__(self, plan: Plan, part: _Part, table: int, shared: Expansion) -> None:
         cell = part.cell
         held_place = next(place for place in cell.held if place[0] == table)
-        self._held, self._needed = shared.column(held_place), shared.column(part.place)
-        self._held_at = shared.positions(part, held_place)
-        self._needed_at = shared.positions(part, part.place)
-        self._tensors, self._wire_dtype = part.planned.tensors, cell.wire_dtype
+        self._held = shared.places(part, held_place)
+        self._needed = shared.places(part, part.place)
+        self._tensors, self._wire_dtype = shared.tensors(part), cell.wire_dtype
         wanted, repeats = distinct(plan.row(part.place).region)
         held, geometry = plan.row(held_place).region, shared.geometry
         self._chunks = [
@@ -242,16 +244,16 @@ class _Way:
         return len(self._chunks[item.block])
 
     def transfers(self, item: Item, end: int) -> Iterator[Transfer]:
-        held, needed = self._held, self._needed
-        source, target = self._held_at[item.tensor], self._needed_at[item.tensor]
+        source_parameter, source_offset = self._held[item.tensor]
+        target_parameter, target_offset = self._needed[item.tensor]
         for loops in self._chunks[item.block]:
             yield Transfer(
                 tensor=self._tensors[item.tensor],
                 extents=loops.extents,
-                source_parameter=held.parameters[source],
-                source=Strided(loops.source_offset + held.offsets[source], loops.source),
-                target_parameter=needed.parameters[target],
-                target=Strided(loops.target_offset + needed.offsets[target], loops.target),
+                source_parameter=source_parameter,
+                source=Strided(loops.source_offset + source_offset, loops.source),
+                target_parameter=target_parameter,
+                target=Strided(loops.target_offset + target_offset, loops.target),
                 wire=loops.wire,
                 wire_dtype=self._wire_dtype,
                 slot_offset=end,

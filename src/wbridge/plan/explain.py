@@ -149,7 +149,7 @@ def explain(plan: Plan, config: Config, topology: Topology = ANY_TOPOLOGY) -> Ex
     names = [str(worker) for worker in plan.workers]
     return Explanation(
         fingerprint=plan.fingerprint,
-        num_tensors=sum(len(planned.tensors) for planned in plan.classes),
+        num_tensors=sum(planned.num_tensors for planned in plan.classes),
         num_unused_tensors=plan.num_unused_tensors,
         num_transfers=sum(intake.num_transfers() * len(own) for own, intake in expansion.intakes()),
         egress_nbytes={names[k]: sent.get(k, 0) for k, w in enumerate(plan.workers) if w.role == "trainer"},
@@ -200,7 +200,7 @@ def _memory(plan: Plan, expansion: Expansion, config: Config) -> tuple[SlotMemor
     needed = {place: 0 for planned in plan.classes for cell in planned.cells for place in cell.held}
     for planned in plan.classes:
         for place in {place for cell in planned.cells for place in cell.held}:
-            needed[place] += len(planned.tensors)
+            needed[place] += planned.num_tensors
     shards: dict[int, int] = {}
     for place, num_tensors in needed.items():
         row = plan.row(place)

@@ -11,7 +11,7 @@ from wbridge.errors import ConfigError
 from wbridge.ids import WorkerId
 from wbridge.layout.region import Region, Strided
 from wbridge.plan.geometry import packed
-from wbridge.plan.tables import Column, MapTable, Row, table_of
+from wbridge.plan.tables import Column, MapTable, Row, columns_of, table_of
 
 Range = tuple[int, int]
 
@@ -229,9 +229,8 @@ def _table(model: Model, p: Parallelism, place: _Place, columns: dict[Column, Co
         )
     rows: list[Row] = []
     for (shape, region), places in found.items():
-        names, parameters, offsets = zip(*sorted(places), strict=True)
-        column = Column(names, parameters, offsets)
-        rows.append(Row(shape, model.dtype, region, columns.setdefault(column, column)))
+        for column in columns_of(places):
+            rows.append(Row(shape, model.dtype, region, columns.setdefault(column, column)))
     return table_of(rows)
 
 

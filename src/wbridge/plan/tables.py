@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from wbridge.layout.region import Region
-from wbridge.layout.source_map import SourceMap, TensorSpec
+from wbridge.layout.source_map import SourceMap
 from wbridge.plan.geometry import at_origin, region_key
+
+LAYER = "<layer>"
+"""Stands in a stem for the number of the layer."""
+
+NO_LAYER = -1
+"""The layer of a name without a number: it is its own stem."""
+
+_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]*)(?![^.])")
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True):
-    """Checkpoint tensors in ascending order; for each the parameter that holds it and the element where
-    it starts there."""
+    """The tensors `stem` of each layer, layer by layer; the parameter that holds each, and where it starts.
 
-    tensors: tuple[str, ...]
+    Stems are in ascending order, and so are layers. The layers of parameters count from `shift` on.
+    """
+
+    stems: tuple[str, ...]
     parameters: tuple[str, ...]
     offsets: tuple[int, ...]
+    layers: tuple[int, ...]
+    shift: int = 0
+
+    def places(self, stems: Iterable[str], layers: Iterable[int]) -> list[tuple[str, int]]:
+        """Return the parameter and offset of these of its tensors, layer by layer."""
+        index = {stem: k for k, stem in enumerate(self.stems)}
+        chosen = [(self.parameters[index[s]], self.offsets[index[s]]) for s in stems]
+        return [(name_of(stem, layer + self.shift), n) for layer in layers for stem, n in chosen]
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -41,23 +60,19 @@ class MapTable(msgspec.Struct, frozen=True):
 
 def tabulate(source_map: SourceMap) -> MapTable:
     """Return the same map with tensors of equal layout in one row; the order of its input is forgotten."""
-    found: dict[tuple[TensorSpec, str, Region], dict[str, list[tuple[str, int]]]] = {}
+    found: dict[tuple[tuple[int, ...], str, Region], dict[str, list[tuple[str, int]]]] = {}
     for mapped in source_map.mapped:
         region = mapped.region
-        key = (
-            source_map.checkpoint[mapped.tensor],
-            source_map.parameters[mapped.parameter].dtype,
-            at_origin(region),
-        )
+        shape = source_map.checkpoint[mapped.tensor].shape
+        key = (shape, source_map.parameters[mapped.parameter].dtype, at_origin(region))
         places = found.setdefault(key, {}).setdefault(mapped.tensor, [])
         places.append((mapped.parameter, region.target.offset))
     rows: list[Row] = []
-    for (spec, dtype, region), by_tensor in found.items():
+    for (shape, dtype, region), by_tensor in found.items():
         ordered = [(tensor, sorted(places)) for tensor, places in sorted(by_tensor.items())]
         for turn in range(max(len(places) for _, places in ordered)):
             of_turn = [(tensor, *places[turn]) for tensor, places in ordered if turn < len(places)]
-            tensors, parameters, offsets = zip(*of_turn, strict=True)
-            rows.append(Row(spec.shape, dtype, region, Column(tensors, parameters, offsets)))
+            rows += [Row(shape, dtype, region, column) for column in columns_of(of_turn)]
     indivisible = (*source_map.atomic, *(target.tensors for target in source_map.opaque))
     return table_of(rows, indivisible)
 
@@ -70,6 +85,53 @@ def table_of(rows: Iterable[Row], indivisible: Iterable[tuple[str, ...]] = ()) -
     )
 
 
+def columns_of(places: Iterable[tuple[str, str, int]]) -> Iterator[Column]:
+    """Divide different tensors, each with its parameter and offset there, into columns of equal layers."""
+    layers_of: dict[tuple[str, str, int, int], list[int]] = {}
+    for tensor, parameter, offset in places:
+        stem, layer = stem_of(tensor)
+        held, number = stem_of(parameter)
+        if NO_LAYER in (layer, number):
+            held, number = parameter, layer  # the layer does not change its name
+        layers_of.setdefault((stem, held, offset, number - layer), []).append(layer)
+    alike: dict[tuple[tuple[int, ...], int], list[tuple[str, str, int]]] = {}
+    for (stem, held, offset, shift), layers in layers_of.items():
+        alike.setdefault((tuple(sorted(layers)), shift), []).append((stem, held, offset))
+    for (of_all, shift), found in alike.items():
+        stems, parameters, offsets = zip(*sorted(found), strict=True)
+        yield Column(stems, parameters, offsets, of_all, shift)
+
+
+def restricted(table: MapTable, includes: Callable[[str], bool]) -> MapTable:
+    """Return the rows of a table without the tensors that are not included."""
+    rows: list[Row] = []
+    for row in table.rows:
+        column = row.column
+        places = zip(
+            names_of(column.stems, column.layers), column.places(column.stems, column.layers), strict=True
+        )
+        kept = [(tensor, *place) for tensor, place in places if includes(tensor)]
+        rows += [Row(row.shape, row.dtype, row.region, part) for part in columns_of(kept)]
+    return table_of(rows, table.indivisible)
+
+
+def stem_of(name: str) -> tuple[str, int]:
+    """Return a name with a mark for its first number, and the number: `h.3.w` is `h.<layer>.w` of layer 3."""
+    found = _NUMBER.search(name)
+    if found is None:
+        return name, NO_LAYER
+    return f"{name[: found.start()]}{LAYER}{name[found.end() :]}", int(found[0])
+
+
+def name_of(stem: str, layer: int) -> str:
+    return stem if layer < 0 else stem.replace(LAYER, str(layer), 1)
+
+
+def names_of(stems: Iterable[str], layers: Iterable[int]) -> list[str]:
+    """Return the names of stems, layer by layer."""
+    stems = tuple(stems)
+    return [name_of(stem, layer) for layer in layers for stem in stems]
+
+
 def _row_key(row: Row) -> tuple[object, ...]:
-    column = row.column
-    return *region_key(row.region), row.shape, row.dtype, column.tensors[0], column.parameters, column.offsets
+    return *region_key(row.region), row.shape, row.dtype, msgspec.structs.astuple(row.column)

@@ -63,7 +63,7 @@ def find_traffic(plan: Plan, geometry: Geometry) -> Traffic:
                             pairs[owner, index] = pairs.get((owner, index), 0) + nbytes
                     if source != target:
                         pair = (source, target, cell.wire_dtype)
-                        moved = len(planned.tensors) * cell.nbytes * len(members)
+                        moved = planned.num_tensors * cell.nbytes * len(members)
                         casts[pair] = casts.get(pair, 0) + moved
     return Traffic(pairs, casts)
 

@@ -8,7 +8,7 @@ from wbridge.errors import PlanError
 from wbridge.ids import WorkerId
 from wbridge.layout.dtype import itemsize
 from wbridge.layout.region import Region, Strided
-from wbridge.plan.tables import Column
+from wbridge.plan.tables import Column, names_of
 
 Place = tuple[int, int]
 """A row of a table, by their indices."""
@@ -100,8 +100,17 @@ class PlannedTable(msgspec.Struct, frozen=True, array_like=True):
 class PlannedClass(msgspec.Struct, frozen=True, array_like=True):
     """Tensors that are alike on every worker, and the cells of each of them."""
 
-    tensors: tuple[str, ...]
+    stems: tuple[str, ...]
+    layers: tuple[int, ...]
     cells: tuple[PlannedCell, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.stems) * len(self.layers)
+
+    def tensors(self) -> tuple[str, ...]:
+        """Return their names, layer by layer."""
+        return tuple(names_of(self.stems, self.layers))
 
 
 class Plan(msgspec.Struct, frozen=True):
