@@ -116,7 +116,7 @@ class CudaDevice:
         self._host.close()
         while self._streams:
             stream = self._streams.pop()
-            stream.record().synchronize()
+            _record(stream.handle).synchronize()
             _give_back(self.index, stream.priority, stream.handle)
         self._rings.close()
 
@@ -224,20 +224,27 @@ class CudaStream:
     """A stream of ours or the application's. `submit` runs `work` at once, with this stream current: what it
     launches runs later.
 
-    A copy between two host buffers launches nothing: it is over when `submit` returns.
+    A copy between two host buffers launches nothing: it is over when `submit` returns. Work that raises may
+    have launched something before, so those who wait for the next event get its error when that is over.
     """
 
     def __init__(self, handle: torch.cuda.Stream, rings: Rings, priority: int) -> None:
         self.handle = handle
         self.priority = priority
         self._rings = rings
+        self._error: Exception | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self.handle):
-            work()
+        if self._error is None:
+            try:
+                with torch.cuda.stream(self.handle):
+                    work()
+            except Exception as exc:  # a task boundary: the next event raises it
+                self._error = exc
 
     def record(self) -> CudaEvent:
-        return CudaEvent(_record(self.handle), self.handle.cuda_stream, self._rings)
+        error, self._error = self._error, None
+        return CudaEvent(_record(self.handle), self.handle.cuda_stream, self._rings, error)
 
     def wait_event(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):
@@ -249,12 +256,15 @@ class CudaStream:
 
 
 class CudaEvent:
-    """A mark in the stream whose address `stream` is."""
+    """A mark in the stream whose address `stream` is. `error` is what work before it raised."""
 
-    def __init__(self, handle: torch.cuda.Event, stream: int, rings: Rings) -> None:
+    def __init__(
+        self, handle: torch.cuda.Event, stream: int, rings: Rings, error: Exception | None = None
+    ) -> None:
         self.handle = handle
         self._stream = stream
         self._rings = rings
+        self._error = error
 
     def is_done(self) -> bool:
         with relaxed():
@@ -263,10 +273,16 @@ class CudaEvent:
     async def wait(self) -> None:
         if not self.is_done():
             await self._rings.wait(self, self._stream)
+        self._raise_if_failed()
 
     def synchronize(self) -> None:
         with relaxed():
             self.handle.synchronize()
+        self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class Rings:

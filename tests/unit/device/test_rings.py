@@ -1,17 +1,19 @@
-"""How those who await a GPU hear of it, with all of the GPU replaced by a stream that works when told to."""
+"""How those who await a GPU hear of it, with fakes where the driver is called."""
 
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
+import torch
 
 from wbridge.device import cuda
-from wbridge.device.cuda import Rings
+from wbridge.device.cuda import CudaStream, Rings
 from wbridge.device.cuda_driver import DriverError
 
 pytestmark = pytest.mark.anyio
@@ -83,3 +85,23 @@ async def test_nothing_is_rung_once_closed(rung: list[int]) -> None:
     await wait(rings, event)
     assert event.num_looks == -1
     assert len(rung) == 1
+
+
+async def test_work_that_fails_midway_is_told_when_what_it_launched_is_over(
+    rung: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its slot would count as unused while the GPU writes it."""
+    launched = Event(3)
+
+    def fail() -> None:
+        raise RuntimeError("no memory for the second half")
+
+    rings, handle = Rings(0), SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(cuda, "_record", lambda _: SimpleNamespace(query=launched.is_done))
+    stream = CudaStream(handle, rings, 0)  # type: ignore[arg-type]  # a stream without a GPU
+    stream.submit(fail)
+    with pytest.raises(RuntimeError, match="second half"):
+        await stream.record().wait()
+    assert launched.num_looks < 0
+    await stream.record().wait()
