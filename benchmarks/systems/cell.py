@@ -161,7 +161,6 @@ class Run:
 
     def count_calls(self, version: int) -> Cell:
         """Calls of Python functions during one update, in all processes."""
-        self.everywhere("begin_counting")
         num_puts = self.extras(0)["num_puts"]
         self.update(version)
         calls: dict[str, int] = {}

@@ -116,6 +116,8 @@ class Worker:
     def wrong(self, version: int) -> list[str]:
         """Parameters that do not hold `version`, or lie elsewhere than before."""
         context = self._context
+        if self._calls:
+            self._calls.end()
         if context.is_trainer:
             return []
         moved = [name for name, address in self._where().items() if address != self._addresses[name]]
@@ -135,13 +137,9 @@ class Worker:
                 )
         return 0.0
 
-    def begin_counting(self) -> None:
-        if self._calls:
-            self._calls.begin()
-
     def counted(self) -> dict[str, int]:
-        """Python function calls since `begin_counting`, on all threads, by function."""
-        return self._calls.end() if self._calls else {}
+        """Python function calls of the last update, on all threads, by function."""
+        return self._calls.found() if self._calls else {}
 
     def extras(self, times: int) -> dict[str, float]:
         measure = getattr(self._system, "extras", None)
@@ -153,8 +151,9 @@ class Worker:
     def _where(self) -> dict[str, int]:
         return {name: tensor.data_ptr() for name, tensor in self._context.parameters.items()}
 
-    @staticmethod
-    def _timed(work: Callable[[], Any]) -> Timing:
+    def _timed(self, work: Callable[[], Any]) -> Timing:
+        if self._calls:
+            self._calls.begin()
         cpu_s, begin_s = time.process_time(), time.monotonic()
         result = work()
         return Timing(begin_s, time.monotonic(), time.process_time() - cpu_s, result)
@@ -173,8 +172,10 @@ class CallCounter:
         self._found.clear()
         self._is_on = True
 
-    def end(self) -> dict[str, int]:
+    def end(self) -> None:
         self._is_on = False
+
+    def found(self) -> dict[str, int]:
         named: Counter[str] = Counter()
         for code, count in self._found.items():
             if not code.co_filename.startswith(str(Path(__file__).parent)):
