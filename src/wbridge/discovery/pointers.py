@@ -49,7 +49,16 @@ class Bindings:
         Raises:
             LayoutError: some were replaced, moved or reshaped; the message names them and says how.
         """
-        moved = [f"{name}: {how}" for name in self._places if (how := self._how_moved(name))]
+        # Runs at every update over every tensor: no Python function per tensor while nothing has moved.
+        find, owners = self._parameters.get, self._owners
+        suspects = [
+            name
+            for name, place in self._places.items()
+            if owners
+            or (found := find(name)) is None
+            or (found.data_ptr(), found.shape, found.stride(), found.dtype) != place
+        ]
+        moved = [f"{name}: {how}" for name in suspects if (how := self._how_moved(name))]
         if moved:
             rest = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
             raise LayoutError(
