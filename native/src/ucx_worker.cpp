@@ -19,8 +19,10 @@ using Clock = std::chrono::steady_clock;
 constexpr int num_frames = 16;  // posted receives
 constexpr auto longest_pause = std::chrono::microseconds(1000);
 constexpr auto shutting = std::chrono::milliseconds(200);
-// What a dead process left in a socket of this host has arrived when nothing came for so long.
+// What a dead process left in a socket of this host has arrived when nothing came for so long, or when all
+// that did come, of whomever, has been handled for so long.
 constexpr auto settled = std::chrono::milliseconds(5);
+constexpr auto surely_settled = std::chrono::milliseconds(200);
 
 void check(ucs_status_t status, const char *operation) {
     if (status != UCS_OK) throw std::runtime_error(std::string(operation) + ": " + ucs_status_string(status));
@@ -202,7 +204,8 @@ void UcxWorker::forget_key(Number key) {
 
 void UcxWorker::settle() {
     call([&] {
-        for (auto last = Clock::now(); Clock::now() - last < settled;)
+        const auto begin = Clock::now();
+        for (auto last = begin, now = begin; now - last < settled && now - begin < surely_settled; now = Clock::now())
             if (ucp_worker_progress(worker_) != 0) last = Clock::now();
     });
 }
@@ -257,6 +260,10 @@ void UcxWorker::close(double timeout_s) {
     const std::lock_guard lock(closing_mutex_);
     if (closed_) return;
     closed_ = true;
+    if (getpid() != process_) {  // a child of a fork has no such thread, and nothing of UCX to give back
+        thread_.detach();
+        return;
+    }
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
     post([this, deadline] {
         progress_until(

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ucp/api/ucp.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -102,6 +103,7 @@ private:
     std::string address_;
     const Number frame_tag_;
     const std::size_t frame_nbytes_;
+    const pid_t process_ = getpid();
 
     std::mutex commands_mutex_;
     std::deque<std::function<void()>> commands_;

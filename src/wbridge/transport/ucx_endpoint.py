@@ -178,7 +178,11 @@ class UcxxEndpoint:
                 if (answered := self._flushes.get(frame.number)) is not None:
                     answered.set()
             case Region() if self._writing is not None:
-                self._writing.learn(frame)
+                try:
+                    self._writing.learn(frame)
+                except PeerLost:
+                    self.lose()
+                    raise
             case Forget() if self._writing is not None:
                 self._writing.forget(frame)
             case Revoke() if self._writing is not None and (grant := decode_grant(frame.token)) is not None:

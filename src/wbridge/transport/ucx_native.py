@@ -12,7 +12,7 @@ from wbridge.errors import EndpointClosed, PeerLost
 from wbridge.native.ucx import worker_type
 from wbridge.transport.ucx_transfer import EAGER_NBYTES, FRAME_NBYTES, FRAME_TAG, Route, Transfer
 
-_PREFERRED: Final = [("TCP_TX_SEG_SIZE", "256k"), ("TCP_RX_SEG_SIZE", "256k"), ("RNDV_SCHEME", "put_zcopy")]
+_PREFERRED: Final = [("TCP_TX_SEG_SIZE", "256k"), ("TCP_RX_SEG_SIZE", "256k")]
 """For TCP, where UCX's own 8 KiB segments cost most of the speed; what the environment sets wins."""
 _FINISHED: Final = 0
 _FRAME: Final = 1

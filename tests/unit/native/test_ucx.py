@@ -134,6 +134,15 @@ def test_an_idle_worker_sleeps(workers: tuple[Worker, Worker]) -> None:
     assert here.num_wakeups - before <= 3
 
 
+def test_a_child_of_a_fork_can_end(workers: tuple[Worker, Worker]) -> None:
+    child = os.fork()
+    if child == 0:
+        for worker in workers:
+            worker.close(0.1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
