@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
 from typing import Final
 
 import anyio
@@ -198,8 +199,14 @@ def _pin(memory: HostMemory | ForeignMemory, index: int) -> torch.Tensor:
     # Without the device a thread of ours would start to use the first GPU too.
     with relaxed(), torch.cuda.device(index):
         torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
-    weakref.finalize(memory.resources, runtime.cudaHostUnregister, tensor.data_ptr())
+    weakref.finalize(memory.resources, _unpin, runtime, tensor.data_ptr())
     return tensor
+
+
+def _unpin(runtime: ModuleType, address: int) -> None:
+    """Also at the end of the process, when the driver may have ended already."""
+    with suppress(DriverError), relaxed():
+        runtime.cudaHostUnregister(address)
 
 
 def _take_stream(index: int, priority: int) -> torch.cuda.Stream:

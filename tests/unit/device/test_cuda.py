@@ -1,9 +1,10 @@
-"""How those who await a GPU hear of it, with fakes where the driver is called."""
+"""What the CUDA device does around the driver, with fakes where it is called."""
 
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,8 @@ import pytest
 import torch
 
 from wbridge.device import cuda
-from wbridge.device.cuda import CudaStream, Rings
+from wbridge.device.cuda import CudaStream, Rings, _unpin
 from wbridge.device.cuda_driver import DriverError
-
-pytestmark = pytest.mark.anyio
 
 
 class Event:
@@ -55,6 +54,7 @@ async def wait(rings: Rings, event: Any) -> None:  # the fake of a CudaEvent
         await rings.wait(event, 7)
 
 
+@pytest.mark.anyio
 async def test_a_wait_rings_once(rung: list[int]) -> None:
     rings, event = Rings(0), Event(1)
     await wait(rings, event)
@@ -62,6 +62,7 @@ async def test_a_wait_rings_once(rung: list[int]) -> None:
     rings.close()
 
 
+@pytest.mark.anyio
 async def test_who_cannot_be_told_looks_until_it_is_over(
     rung: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ async def test_who_cannot_be_told_looks_until_it_is_over(
     rings.close()
 
 
+@pytest.mark.anyio
 async def test_nothing_is_rung_once_closed(rung: list[int]) -> None:
     rings, event = Rings(0), Event(5)
     await wait(rings, Event(1))
@@ -87,6 +89,7 @@ async def test_nothing_is_rung_once_closed(rung: list[int]) -> None:
     assert len(rung) == 1
 
 
+@pytest.mark.anyio
 async def test_work_that_fails_midway_is_told_when_what_it_launched_is_over(
     rung: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,3 +108,22 @@ async def test_work_that_fails_midway_is_told_when_what_it_launched_is_over(
         await stream.record().wait()
     assert launched.num_looks < 0
     await stream.record().wait()
+
+
+def test_page_locks_are_undone_without_harm_to_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And at the end of the process, when the driver says no more."""
+    calls: list[str] = []
+
+    @contextmanager
+    def relaxed() -> Iterator[None]:
+        if calls:
+            raise DriverError("cuThreadExchangeStreamCaptureMode failed with CUDA_ERROR_DEINITIALIZED")
+        calls.append("relaxed")
+        yield
+        calls.append("as before")
+
+    monkeypatch.setattr(cuda, "relaxed", relaxed)
+    runtime: Any = SimpleNamespace(cudaHostUnregister=lambda address: calls.append(f"unlocked {address}"))
+    for _ in range(2):
+        _unpin(runtime, 4096)
+    assert calls == ["relaxed", "unlocked 4096", "as before"]
