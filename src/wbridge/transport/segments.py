@@ -38,9 +38,10 @@ class Segments:
         self._shared[shared.number] = shared
         return shared
 
-    def remove(self, buffer: Buffer) -> None:
-        for shared in [shared for shared in self if shared.buffer is buffer]:
-            del self._shared[shared.number]
+    def remove(self, buffer: Buffer) -> Shared | None:
+        """None: it is not known."""
+        found = next((shared for shared in self if shared.buffer is buffer), None)
+        return self._shared.pop(found.number) if found is not None else None
 
     def locate(self, memory: memoryview, peer: str) -> tuple[int, int]:
         """Return the number of the segment and the offset in it.

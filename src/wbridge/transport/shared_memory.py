@@ -26,6 +26,7 @@ from wbridge.transport.unix_endpoint import SharedMemoryEndpoint
 from wbridge.transport.unix_frames import (
     Notification,
     Segment,
+    SegmentEnd,
     SlotToken,
     TableFrame,
     UnixAddress,
@@ -121,13 +122,15 @@ class SharedMemoryTransport:
         """Let writers map `buffer`, those of today and those to come."""
         shared = self._segments.add(buffer)
         if shared is not None:
-            for incoming in list(self._incoming):  # one that has ended meanwhile is found out, and removed
-                if incoming.is_in:
-                    _show(incoming, shared)
+            for incoming in self._let_in_by_now():
+                _show(incoming, shared)
 
     def unregister(self, buffer: Buffer) -> None:
-        """Show `buffer` to no further writer. Those that have mapped it keep it until they close."""
-        self._segments.remove(buffer)
+        """Show `buffer` to no further writer, and let all let go of it."""
+        shared = self._segments.remove(buffer)
+        if shared is not None:
+            for incoming in self._let_in_by_now():
+                incoming.post(SegmentEnd(shared.number))
 
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
         """See `Transport.expose`.
@@ -217,6 +220,10 @@ class SharedMemoryTransport:
             _show(incoming, shared)
         incoming.post(TableFrame(), self._memory)
 
+    def _let_in_by_now(self) -> list[UnixIncoming]:
+        """A copy: one that has gone is found out by posting to it, and removed."""
+        return [incoming for incoming in self._incoming if incoming.is_in]
+
     def _arrived(self, notification: Notification) -> None:
         self._free_entry(notification.entry, notification.word)
 
@@ -228,4 +235,4 @@ class SharedMemoryTransport:
 
 def _show(incoming: UnixIncoming, shared: Shared) -> None:
     buffer = shared.buffer
-    incoming.post(Segment(shared.number, buffer.nbytes, buffer.is_host), shared.descriptor, buffer)
+    incoming.post(Segment(shared.number, buffer.nbytes, buffer.is_host), shared.descriptor, of=buffer)

@@ -28,6 +28,7 @@ from wbridge.transport.unix_frames import (
     Notification,
     Payload,
     Segment,
+    SegmentEnd,
     SlotToken,
     TableFrame,
     UnixAddress,
@@ -57,7 +58,8 @@ class SharedMemoryEndpoint:
         self._operations = Operations()
         self._copies = Copies()
         self._table: ExposureTable | None = None
-        self._segments: dict[int, PeerMemory] = {0: memoryview(bytearray())}  # 0: where an empty slot lies
+        # 0: where an empty slot lies. None: nothing is exposed there any more.
+        self._segments: dict[int, PeerMemory | None] = {0: memoryview(bytearray())}
         self._populated = {0}
         self._news = anyio.Event()
 
@@ -103,7 +105,7 @@ class SharedMemoryEndpoint:
         with self._operations.run():
             async with self._copies.one():
                 segment = await self._segment(token.segment)
-                if not await self._begin(token):
+                if segment is None or not await self._begin(token):
                     return
                 try:
                     notify = await write(Window(segment, token.offset, remote.nbytes))
@@ -137,7 +139,7 @@ class SharedMemoryEndpoint:
 
     # Slots -------------------------------------------------------------------------------------------------
 
-    async def _segment(self, number: int) -> PeerMemory:
+    async def _segment(self, number: int) -> PeerMemory | None:
         """A credit may overtake the frame that tells of its segment."""
         while number not in self._segments:
             await self._news.wait()
@@ -209,17 +211,19 @@ class SharedMemoryEndpoint:
         news.set()
 
     def _take(self, frame: Frame, descriptors: Sequence[int]) -> None:
-        if len(descriptors) != 1:
-            raise ProtocolError(f"a frame came with {len(descriptors)} descriptors instead of one")
-        match frame:
-            case TableFrame() if self._table is None:
-                self._table = ExposureTable(descriptors[0])
-            case Segment(number, nbytes, True):
-                self._segments[number] = _map(descriptors[0], nbytes)
-            case Segment(number, nbytes):
-                self._segments[number] = ExportedMemory(os.dup(descriptors[0]), nbytes)
+        match frame, descriptors:
+            case TableFrame(), [table] if self._table is None:
+                self._table = ExposureTable(table)
+            case Segment(number, nbytes, True), [memory]:
+                self._segments[number] = _map(memory, nbytes)
+            case Segment(number, nbytes), [memory]:
+                self._segments[number] = ExportedMemory(os.dup(memory), nbytes)
+            case SegmentEnd(number), []:
+                self._segments[number] = None
             case _:
-                raise ProtocolError("a frame came that only a writer sends")
+                raise ProtocolError(
+                    f"a frame came with {len(descriptors)} descriptors, or one that only a writer sends"
+                )
 
     def _end(self, build_error: Callable[[], WBridgeError]) -> None:
         """Running and later calls raise that error; the first one stays. Nothing is read any more."""

@@ -39,6 +39,12 @@ class Segment(NamedTuple):
     is_host: bool = True
 
 
+class SegmentEnd(NamedTuple):
+    """Nothing is exposed there any more: the writer lets go of it, so that the memory can be freed."""
+
+    number: int
+
+
 class Payload(NamedTuple):
     payload: bytes
 
@@ -55,7 +61,7 @@ class TableFrame(NamedTuple):
     """The descriptor of the exposure table comes with the frame: the writer is let in."""
 
 
-Frame: TypeAlias = Segment | Payload | Notification | TableFrame
+Frame: TypeAlias = Segment | SegmentEnd | Payload | Notification | TableFrame
 
 
 class SlotToken(NamedTuple):
@@ -89,6 +95,8 @@ def encode(frame: Frame) -> bytes:
             return _NOTIFICATION.pack(b"N", entry, word) + payload
         case Segment(number, nbytes, is_host):
             return _SEGMENT.pack(b"S" if is_host else b"G", number, nbytes)
+        case SegmentEnd(number):
+            return _SEGMENT.pack(b"E", number, 0)
         case TableFrame():
             return b"T"
 
@@ -105,6 +113,8 @@ def decode(packet: bytes, peer: str) -> Frame:
             case b"S" | b"G" as kind:
                 _, number, nbytes = _SEGMENT.unpack(packet)
                 return Segment(number, nbytes, kind == b"S")
+            case b"E":
+                return SegmentEnd(_SEGMENT.unpack(packet)[1])
             case b"T":
                 return TableFrame()
     except struct.error:

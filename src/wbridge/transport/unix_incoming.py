@@ -60,7 +60,7 @@ class UnixIncoming:
         self.pid: int = _CREDENTIALS.unpack(credentials)[0]
         """0: it is of another namespace."""
         self._num_unread = 0
-        self._unsent: deque[tuple[bytes, int, Buffer | None]] = deque()
+        self._unsent: deque[tuple[bytes, tuple[int, ...], Buffer | None]] = deque()
         self._deadline = self._loop.call_later(HELLO_S, self.close)
         connection.setblocking(False)
         self._loop.add_reader(connection, self._read)
@@ -69,9 +69,9 @@ class UnixIncoming:
     def is_in(self) -> bool:
         return bool(self.peer)
 
-    def post(self, frame: Frame, descriptor: int, of: Buffer | None = None) -> None:
-        """Send a frame with a descriptor, behind the earlier ones; the buffer keeps it open until then."""
-        self._unsent.append((encode(frame), descriptor, of))
+    def post(self, frame: Frame, *descriptors: int, of: Buffer | None = None) -> None:
+        """Send a frame behind the earlier ones; the buffer keeps its descriptors open until then."""
+        self._unsent.append((encode(frame), descriptors, of))
         self._write()
 
     def close(self) -> None:
@@ -87,8 +87,8 @@ class UnixIncoming:
     def _write(self) -> None:
         try:
             while self._unsent:
-                packet, descriptor, _ = self._unsent[0]
-                socket.send_fds(self._socket, [packet], [descriptor], socket.MSG_NOSIGNAL)
+                packet, descriptors, _ = self._unsent[0]
+                socket.send_fds(self._socket, [packet], descriptors, socket.MSG_NOSIGNAL)
                 self._unsent.popleft()
         except BlockingIOError:
             self._loop.add_writer(self._socket, self._write)

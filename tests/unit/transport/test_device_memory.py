@@ -15,7 +15,7 @@ import pytest
 
 from tests.models.far import FAR, FarDevice
 from wbridge.config import Config
-from wbridge.device.base import HOST, Access
+from wbridge.device.base import HOST, Access, MemoryKind
 from wbridge.device.cpu import CpuDevice
 from wbridge.device.memory import ExportedMemory
 from wbridge.errors import NativeUnavailable, ProtocolError
@@ -24,7 +24,7 @@ from wbridge.transport.base import Window
 from wbridge.transport.host import is_ending
 from wbridge.transport.select import Transports, open_transports
 from wbridge.transport.shared_memory import SharedMemoryTransport
-from wbridge.transport.unix_frames import Segment, decode, encode
+from wbridge.transport.unix_frames import Segment, SegmentEnd, decode, encode
 from wbridge.transport.unix_incoming import UnixIncoming
 
 
@@ -62,6 +62,29 @@ async def test_a_writer_opens_the_memory_and_notifies() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["device", "pinned"])
+async def test_writers_let_go_of_memory_that_is_exposed_no_more(kind: MemoryKind) -> None:
+    """One that came for the next epoch early would keep the last one's slots for that long."""
+    buffer = FarDevice().allocate(5000, kind, shared=True)
+    async with SharedMemoryTransport("receiver") as receiver, SharedMemoryTransport("sender") as sender:
+        endpoint = await sender.connect(receiver.address, "receiver")
+        before = num_open()
+        receiver.register(buffer)
+        remote = receiver.expose(buffer.addresses[:100], "sender")
+        with anyio.fail_after(5.0):
+            while 1 not in endpoint._segments:
+                await endpoint._news.wait()
+            assert num_open() > before
+            receiver.unregister(buffer)
+            receiver.unregister(buffer)
+            while endpoint._segments[1] is not None:
+                await endpoint._news.wait()
+            assert num_open() == before
+            await endpoint.fill(remote, lambda _: pytest.fail("wrote"))
+            assert await receiver.withdraw(remote)
+
+
+@pytest.mark.anyio
 async def test_host_code_that_wants_the_bytes_is_refused_and_leaves_the_slot() -> None:
     buffer = FarDevice().allocate(4096, "device", shared=True)
     async with SharedMemoryTransport("receiver") as receiver, SharedMemoryTransport("sender") as sender:
@@ -81,6 +104,7 @@ async def test_host_code_that_wants_the_bytes_is_refused_and_leaves_the_slot() -
 @pytest.mark.parametrize("is_host", [True, False])
 def test_segments_say_whose_memory_they_are(is_host: bool) -> None:
     assert decode(encode(Segment(3, 2**40, is_host)), "a peer") == Segment(3, 2**40, is_host)
+    assert decode(encode(SegmentEnd(3)), "a peer") == SegmentEnd(3)
 
 
 @pytest.mark.anyio
