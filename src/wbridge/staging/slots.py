@@ -81,8 +81,9 @@ class RingMemory:
 
     @property
     def buffers(self) -> list[Buffer]:
-        """All memory that slots lie in, each once."""
-        return list({id(place.buffer): place.buffer for place in self._places}.values())
+        """All memory that slots lie in, or lay in when a writer was late; each once."""
+        places = self._places + self._abandoned
+        return list({id(place.buffer): place.buffer for place in places}.values())
 
     def place(self, slot: int) -> Place:
         return self._places[slot]

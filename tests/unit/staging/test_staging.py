@@ -218,6 +218,18 @@ async def test_an_abandoned_slot_keeps_its_memory_and_gets_new(device: CpuDevice
     assert all(bool((target == 1).all()) for target in written.values())
 
 
+@pytest.mark.parametrize("receiver_kind", RECEIVERS)
+async def test_no_memory_that_was_shown_to_writers_is_forgotten(device: CpuDevice, receiver_kind) -> None:
+    """It would stay registered for good."""
+    receiver = receiver_kind(device, targets(), (GROUP,), num_slots=1)
+    shown = list(receiver.buffers)
+    for _ in range(2):
+        receiver.replace(0)
+        shown += receiver.buffers
+    assert len(receiver.buffers) == 3
+    assert all(any(buffer is known for known in receiver.buffers) for buffer in shown)
+
+
 async def test_scatter_waits_for_the_callers_stream(device: CpuDevice) -> None:
     written = targets()
     receiver = DirectReceiver(device, written, (GROUP,), num_slots=1)
