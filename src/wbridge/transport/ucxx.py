@@ -183,8 +183,9 @@ class UcxxTransport:
                     tasks.start_soon(endpoint.aclose)
         incoming_ones = list(self._incoming.values())
         with anyio.CancelScope(shield=True), anyio.move_on_after(self._close_timeout_s):
-            for incoming in incoming_ones:
-                await incoming.grants.withdraw_all()
+            async with anyio.create_task_group() as tasks:
+                for incoming in incoming_ones:
+                    tasks.start_soon(incoming.grants.withdraw_all)
         for incoming in incoming_ones:
             incoming.close()
         self._inbox.close()
