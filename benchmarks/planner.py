@@ -129,11 +129,17 @@ def measure_reference(scripts: Path) -> dict[str, float]:
         if subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=False).returncode:
             print(f"reference: {' and '.join(PACKAGES)} cannot be installed here")
             return {}
+        alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         for ranks in (16, 64, 256):
             command = [python, str(scripts / "planner_bench.py"), "--ranks", str(ranks), "--arena", "0"]
             try:
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=REFERENCE_TIMEOUT_S, check=False
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=REFERENCE_TIMEOUT_S,
+                    env=alone,
+                    check=False,
                 )
             except subprocess.TimeoutExpired:
                 print(f"reference: {ranks} ranks take more than {REFERENCE_TIMEOUT_S} s")

@@ -79,15 +79,17 @@ def ring_slots(config: Config, num_groups: int, receiver_staging: Staging) -> in
 
 def _ordered(inflows: Sequence[Inflow]) -> list[Item]:
     """Return all items so that every inflow is finished to the same part at any time."""
-    keyed: list[tuple[float, Item]] = []
+    keyed: list[tuple[float, int, int]] = []
     for number, inflow in enumerate(inflows):
-        num_blocks, num_units = len(inflow.block_nbytes), len(inflow.writers)
-        for unit, writer in enumerate(inflow.writers):
-            tensor, block = divmod(unit, num_blocks)
-            item = Item(number, tensor, block, writer, inflow.block_nbytes[block])
-            keyed.append(((unit + 0.5) / num_units, item))
+        num_units = len(inflow.writers)
+        keyed += [((unit + 0.5) / num_units, number, unit) for unit in range(num_units)]
     keyed.sort()
-    return [item for _, item in keyed]
+    items: list[Item] = []
+    for _, number, unit in keyed:
+        inflow = inflows[number]
+        tensor, block = divmod(unit, len(inflow.block_nbytes))
+        items.append(Item(number, tensor, block, inflow.writers[unit], inflow.block_nbytes[block]))
+    return items
 
 
 def _runs(inflows: Sequence[Inflow], items: Sequence[Item], unit_of: dict[str, str]) -> Iterator[list[Item]]:
@@ -127,8 +129,8 @@ class _Filling:
         if size is None:
             size, self.by_writer[item.writer] = 0, []
         self.by_writer[item.writer].append(item)
-        self._sizes[item.writer] = size + item.nbytes
-        self.nbytes += _aligned(size + item.nbytes) - _aligned(size)
+        self._sizes[item.writer] = total = size + item.nbytes
+        self.nbytes += -(-total // ALIGNMENT) * ALIGNMENT - -(-size // ALIGNMENT) * ALIGNMENT
 
     def nbytes_with(self, items: Sequence[Item]) -> int:
         added: dict[int, int] = {}
