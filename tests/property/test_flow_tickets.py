@@ -49,6 +49,11 @@ SYNC: dict[str, Any] = {"sender_direct": True, "receiver_direct": True}
         case(delivery="latest", slow=True, num_snapshots=2, receiver_direct=True),
         case(delivery="latest", slow=True, engine_losses=1),
         case(delivery="latest", slow=True, deadlines=1),
+        case(delivery="latest", entered=((1, 1), (0, 0)), num_engines=1),
+        case(delivery="every", entered=((0, 0), (1, 1)), num_snapshots=2, num_engines=1),
+        case(delivery="every", entered=((1, 0), (0, 0)), num_engines=1, **SYNC),
+        case(delivery="latest", entered=((1, 1), (1, 0)), num_engines=1),
+        case(delivery="every", entered=((1, 0), (1, 1)), num_engines=1, num_snapshots=2),
         case(
             delivery="latest",
             slow=True,
@@ -127,6 +132,22 @@ class BurnsForReportsOnly(Tickets):
         return out
 
 
+class ForgetsEarlierCalls(Tickets):
+    def __init__(self, *, num_calls: int, **more: Any) -> None:
+        super().__init__(**more)
+
+
+class SkipsNothing(Tickets):
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self._calls = CallsInStep(self._calls.num_ranks, more["num_calls"])
+
+
+class CallsInStep(Calls):
+    def _may_skip(self, call: int) -> bool:
+        return False
+
+
 class RetiresEarly(Tickets):
     """A closed ticket is retired although its grants are still being written."""
 
@@ -146,6 +167,8 @@ class RetiresEarly(Tickets):
         case("stuck", WithdrawalAnswersReportsOnly, delivery="latest", num_engines=1, cancels=1),  # A6
         case("stuck", WaitsForLateRanks, delivery="every", late_ranks=True, num_engines=1, **SYNC),
         case("stuck", BurnsForReportsOnly, delivery="latest", late_ranks=True, num_engines=1),
+        case("stuck", ForgetsEarlierCalls, delivery="latest", entered=((1, 1), (0, 0)), num_engines=1),
+        case("stuck", SkipsNothing, delivery="latest", entered=((1, 1), (1, 0)), num_engines=1),
         case("stuck", RetiresEarly, delivery="latest", num_ranks=1, num_engines=1),
     ],
 )

@@ -1,13 +1,14 @@
 """A job for the explorer: trainer ranks and engines around the product's `Tickets`.
 
 A rank's bytes are known by the number of the call in which they were captured: weights change between
-two calls. Channels between ranks and coordinator are FIFO and slow; engines are next to the coordinator,
-except with `slow_engines`.
+two calls. Ranks that have `entered` from an earlier epoch never send a version twice with other weights,
+so there the version tells. Channels between ranks and coordinator are FIFO and slow; engines are next to
+the coordinator, except with `slow_engines`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from wbridge.flow.actions import StartCallDeadline, StartDeadline, StartPatience, To
@@ -85,6 +86,7 @@ class Rank:
         self.said_waiting = 0
         self.snapshots = Snapshots(num_snapshots)
         self.calls: dict[int, int] = {}  # announced ticket -> call
+        self.captured: dict[int, int] = {}  # call -> what its bytes are known by
         self.serving: dict[int, set[str]] = {}  # ticket -> engines to write
 
 
@@ -116,6 +118,7 @@ class TicketWorld:
         late_ranks: bool = False,
         optional_engine: bool = True,
         slow_engines: bool = False,
+        entered: Sequence[tuple[int, int]] = (),
         tickets: type[Tickets] = Tickets,
     ) -> None:
         self.direct = sender_direct
@@ -134,8 +137,12 @@ class TicketWorld:
             delivery=delivery,
             source_held=sender_direct,
             offers_are_parked=receiver_direct,
+            num_calls=max((calls for calls, _ in entered), default=0),
         )
         self.ranks = [Rank(num_snapshots) for _ in range(num_ranks)]
+        self.entered = bool(entered)  # in an earlier epoch: the last call and version of each rank
+        for rank, (call, version) in zip(self.ranks, entered, strict=False):
+            rank.call, rank.version = call, version
         self.engines = {name: Engine() for name in names}
         self.to_coordinator: list[list[Any]] = [[] for _ in range(num_ranks)]
         self.to_rank: list[list[Any]] = [[] for _ in range(num_ranks)]
@@ -215,6 +222,7 @@ class TicketWorld:
     def capture(self, r: int) -> None:
         rank = self.ranks[r]
         assert rank.snapshots.take(rank.call) is not None
+        rank.captured[rank.call] = rank.version if self.entered and not self.direct else rank.call
         rank.phase = "sending" if self.direct else "training"
         self.to_coordinator[r].append(Report(rank.call, rank.version))
 
@@ -266,7 +274,7 @@ class TicketWorld:
         call = rank.calls[ticket]
         if not rank.snapshots.holds(call):
             self.fault = f"rank {r} has no source of ticket {ticket} served to {name}"
-        engine.parts[r] = call
+        engine.parts[r] = rank.captured.get(call, call)
         if engine.mode == "receiving" and len(engine.parts) == len(self.ranks):
             engine.mode = "landed"
             self.up(name, Landed(ticket))
@@ -383,6 +391,8 @@ class TicketWorld:
     def good_end(self) -> bool:
         """All sent, nothing under way; every live engine has the newest, or the newest takes no more."""
         newest = max(self.announced, default=0)
+        if self.entered and not newest:
+            return False
         if any(rank.phase != "training" for rank in self.ranks):
             return False
         if any(rank.version < self.num_versions for rank in self.ranks[: 1 if self.late else None]):

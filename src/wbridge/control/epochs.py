@@ -76,6 +76,7 @@ class Epochs:
         opening = self._opening
         if opening is not None and opening.epoch == message.epoch and member in opening.members:
             opening.ready.add(member)
+            opening.num_calls = max(opening.num_calls, message.num_calls or 0)
             self.changed()
 
     def receive(self, member: Member, keyed: Keyed) -> None:
@@ -305,7 +306,7 @@ class Epochs:
         self._named_missing = False
         self._leaders |= {name: leader for name, (leader, *_) in opening.roster.engines.items()}
         self._live = Publishing(self._config, opening, self._standings, first_ticket=self._next_ticket)
-        opening.tell(EpochLive(opening.epoch))
+        opening.tell(EpochLive(opening.epoch, opening.num_calls))
         self._settings.live()
         _log.info(
             "epoch is live", extra={"epoch": str(opening.epoch), "engines": len(opening.roster.engines)}

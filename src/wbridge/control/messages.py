@@ -137,15 +137,23 @@ class EpochStart(_Frame, frozen=True):
 
 
 class EpochReady(_Frame, frozen=True):
-    """This worker's endpoints are open, its memory registered and its rings allocated."""
+    """This worker's endpoints are open, its memory registered and its rings allocated.
+
+    `num_calls`: the sends that it has begun, counted on from what the first `EpochLive` told it.
+    """
 
     epoch: Epoch
+    num_calls: int | None = None
 
 
 class EpochLive(_Frame, frozen=True):
-    """Every worker of the epoch is ready: flow messages may be sent."""
+    """Every worker of the epoch is ready: flow messages may be sent.
+
+    `num_calls`: the sends that some trainer rank has begun before; those are over for all ranks.
+    """
 
     epoch: Epoch
+    num_calls: int = 0
 
 
 class Reconfigure(_Frame, frozen=True):

@@ -35,6 +35,8 @@ class Cohort:
         self.members: frozenset[Member] = frozenset(roster.members)
         self.ready: set[Member] = set()
         self.lost: set[Member] = set()
+        self.num_calls = 0
+        """The sends that some rank has begun in earlier epochs."""
 
     @property
     def is_ready(self) -> bool:
@@ -61,6 +63,7 @@ class Publishing:
             source_held=config.source_held,
             offers_are_parked=config.offers_are_parked,
             first_ticket=first_ticket,
+            num_calls=cohort.num_calls,
         )
         self._timers: list[tuple[float, int, TicketsAction]] = []
         self._num_timers = 0

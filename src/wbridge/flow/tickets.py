@@ -46,6 +46,8 @@ class Tickets:
     `source_held`: direct sender staging; the send waits until the ticket is retired, and a cancelled one
     aborts it. `offers_are_parked`: direct receiver staging; engines offer after the announcement, while
     their workers stand still, so an offer that no open ticket waits for is refused at once.
+    `num_calls`: sends that some rank has begun in earlier epochs; they are burnt for those that come to
+    them only now.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class Tickets:
         source_held: bool,
         offers_are_parked: bool,
         first_ticket: int = 1,
+        num_calls: int = 0,
     ) -> None:
-        self._calls = Calls(num_ranks)
+        self._calls = Calls(num_ranks, num_calls)
         self._engines = Fleet(engines)
         self._delivery = delivery
         self._source_held = source_held
@@ -106,7 +109,9 @@ class Tickets:
 
     def withdraw(self, rank: int, withdraw: WithdrawCall) -> list[TicketsAction]:
         """A rank's send was cancelled: burnt if not announced, else too late (direct sender: aborted)."""
-        call = withdraw.call
+        if self._calls.has_skipped(rank, withdraw.call):
+            return []
+        call = self._calls.count(rank, withdraw.call)
         announced = self._calls.announced.get(call)
         if announced is None:
             why = f"trainer rank {rank} cancelled send {call}"
@@ -114,7 +119,7 @@ class Tickets:
         ticket = self._tickets.get(announced)
         if self._source_held and ticket is not None and not ticket.retired:
             return self._abort_everywhere(ticket, f"trainer rank {rank} cancelled send {call}")
-        return [to_ranks([rank], TooLate(call, announced))]
+        return [to_ranks([rank], TooLate(withdraw.call, announced))]
 
     def abort(self, rank: int, abort: AbortTicket) -> list[TicketsAction]:
         """The application aborts: every grant that has not finished, landed ones too; the engine answers."""
@@ -244,7 +249,7 @@ class Tickets:
         self._calls.announced[report.call] = number
         leaders: list[Recipient] = [("leader", e.name) for e in self._engines.live()]
         message = Announced(number, report.version, report.call)
-        out.append(To((*self._all_ranks(), *leaders), message))
+        out += self._calls.tell(self._calls.live, message, leaders)
         if timer == number:
             out.append(StartPatience(number))
         if self._delivery == "every" or self._source_held:

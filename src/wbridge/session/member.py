@@ -146,6 +146,7 @@ class Member:
         self._answered: anyio.Event | None = None  # while a `reconfigure` is under way
         self._refusal: WBridgeError | None = None
         self._unpinned: set[str] = set()
+        self._num_calls: int | None = None
         self.epoch: Epoch | None = None
         self.connected: Future[None] = Future()
         self.failure: InternalError | None = None
@@ -160,6 +161,12 @@ class Member:
         if self._lease is None or self.epoch is None:
             raise PeerLost(f"{self._job.worker}: the coordinator is gone; waiting for it to come back")
         self._lease.post(Keyed(self.epoch, message))
+
+    def number_call(self) -> int:
+        """Number a send that begins in a live epoch."""
+        assert self._num_calls is not None, "a send begins before the first epoch is live"
+        self._num_calls += 1
+        return self._num_calls
 
     async def reconfigure(self, values: dict[str, Value], patience_s: float) -> None:
         """Ask for other job-wide settings, as all trainer ranks must; returns when an epoch has them.
@@ -335,8 +342,10 @@ class Member:
                     await self._role.receive(flow)
                 case EpochStart():
                     self._begin(message, lease, starts)
-                case EpochLive(epoch) if epoch == self._starting:
+                case EpochLive(epoch, num_calls) if epoch == self._starting:
                     self.epoch = epoch
+                    if self._num_calls is None:
+                        self._num_calls = num_calls
                     self._role.epoch_live(epoch)
                     if not self.connected.done():
                         self.connected.set_result(None)
@@ -375,7 +384,7 @@ class Member:
                         "an epoch does not start", extra={"epoch": str(start.epoch), "why": str(exc)}
                     )
                 else:
-                    lease.post(EpochReady(start.epoch))
+                    lease.post(EpochReady(start.epoch, self._num_calls))
 
 
 def first_error(group: BaseExceptionGroup[E]) -> E:

@@ -35,13 +35,14 @@ from wbridge.staging.base import Source
 
 
 class SendingEpoch:
-    """Numbers the calls, keeps their sources, and turns the coordinator's messages into outcomes."""
+    """Begins the calls, keeps their sources, and turns the coordinator's messages into outcomes."""
 
     def __init__(
         self,
         context: SenderContext,
         engines: tuple[str, ...],
         *,
+        number_call: Callable[[], int],
         holdings: Holdings,
         post: Callable[[FlowMessage], None],
         submit: Callable[[Callable[[], Awaitable[None]]], Future[None]],
@@ -53,7 +54,7 @@ class SendingEpoch:
         self._fence = SourceFence(context.worker, holdings)
         self._post = post
         self._submit = submit
-        self._next_call = 1
+        self._number_call = number_call
         self._by_call: dict[int, Publication] = {}
         self._by_ticket: dict[int, Publication] = {}
         self._unfinished: set[Publication] = set()
@@ -65,8 +66,7 @@ class SendingEpoch:
         """One call of `send_weights`. Cancelled: withdraws the call and returns once that is answered."""
         if self._ended is not None:
             raise self._ended
-        publication = Publication(self._next_call, version, self._engines, self._abort)
-        self._next_call += 1
+        publication = Publication(self._number_call(), version, self._engines, self._abort)
         self._by_call[publication.call] = publication
         self._unfinished.add(publication)
         try:

@@ -167,6 +167,7 @@ class Trainer:
         self._epoch = SendingEpoch(
             context,
             start.engines,
+            number_call=self._worker.number_call,
             holdings=self._worker.holdings(plan, self._source.parameters),
             post=self._post,
             submit=lambda work: self._worker.loop.submit(work).finished,

@@ -181,6 +181,10 @@ class Worker:
         assert self._member is not None
         self._member.post(message)
 
+    def number_call(self) -> int:
+        assert self._member is not None
+        return self._member.number_call()
+
     async def reconfigure(self, values: dict[str, Value], patience_s: float) -> None:
         assert self._member is not None
         await self._member.reconfigure(values, patience_s)

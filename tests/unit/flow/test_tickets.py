@@ -36,9 +36,15 @@ def tickets(
     engines: tuple[str, ...] = ("a", "b"),
     held: bool = False,
     parked: bool = False,
+    num_calls: int = 0,
 ) -> Tickets:
     return Tickets(
-        num_ranks=num_ranks, engines=engines, delivery=delivery, source_held=held, offers_are_parked=parked
+        num_ranks=num_ranks,
+        engines=engines,
+        delivery=delivery,
+        source_held=held,
+        offers_are_parked=parked,
+        num_calls=num_calls,
     )
 
 
@@ -458,3 +464,51 @@ def test_the_same_version_may_be_sent_again() -> None:
     machine = tickets()
     announce(machine, 1, version=9)
     assert said(announce(machine, 2, version=9), Announced) == [Announced(2, 9, 2)]
+
+
+def test_a_send_that_another_rank_began_in_an_earlier_epoch_is_burnt() -> None:
+    machine = tickets(num_calls=3)
+    out = machine.report(1, Report(3, 30))
+    assert [answer.call for answer in said(out, CallAborted)] == [3]
+    assert not said(machine.report(1, Report(3, 30)), CallAborted)
+    assert said(announce(machine, 4, version=40), Announced) == [Announced(1, 40, 4)]
+
+
+def test_a_rank_waits_in_its_next_send_while_it_copies_for_the_last_one() -> None:
+    machine = tickets()
+    for rank in range(2):
+        machine.waiting(rank, Waiting(2))
+    out = announce(machine, 1)
+    assert said(out, Retired) == [Retired(1)]
+
+
+def test_a_rank_that_repeats_a_version_in_a_later_epoch_is_told_to_go_on() -> None:
+    machine = tickets(num_calls=3)
+    machine.report(0, Report(4, 40))
+    machine.report(1, Report(5, 40))  # the snapshot of its next call is there first
+    machine.waiting(1, Waiting(6))
+    out = machine.report(1, Report(4, 30))
+    first = (("rank", 0), ("leader", "a"), ("leader", "b"))
+    assert [a for a in out if isinstance(a, To)] == [
+        To((("rank", 1),), said(out, CallAborted)[0]),
+        To(first, Announced(1, 40, 4)),
+        To((("rank", 1),), Announced(1, 40, 5)),
+    ]
+    assert said(out, CallAborted)[0].call == 4
+    assert machine.waits() == ([(0, 5)], [])
+    assert machine.withdraw(1, WithdrawCall(4)) == []
+    assert said(machine.withdraw(1, WithdrawCall(5)), TooLate) == [TooLate(5, 1)]
+    machine.report(0, Report(5, 50))
+    assert said(machine.report(1, Report(6, 50)), Announced) == [Announced(2, 50, 5), Announced(2, 50, 6)]
+
+
+def test_ranks_that_disagree_from_the_beginning_are_told_so() -> None:
+    machine = tickets()
+    machine.report(0, Report(1, 2))
+    (answer,) = said(machine.report(1, Report(1, 1)), CallAborted)
+    assert answer.protocol_error
+    machine = tickets(num_calls=3)
+    announce(machine, 4)
+    machine.report(0, Report(5, 2))
+    (answer,) = said(machine.report(1, Report(5, 1)), CallAborted)
+    assert answer.protocol_error
