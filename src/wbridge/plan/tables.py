@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,13 +12,11 @@ from wbridge.layout.region import Region
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan.geometry import at_origin, region_key
 
-LAYER = "<layer>"
-"""Stands in a stem for the number of the layer."""
-
 NO_LAYER = -1
 """The layer of a name without a number: it is its own stem."""
 
-_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]*)(?![^.])")
+_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
+"""A part of a name that is a number, as `str` would write it, and not too long for the wire."""
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True):
@@ -35,8 +34,9 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
     def places(self, stems: Iterable[str], layers: Iterable[int]) -> list[tuple[str, int]]:
         """Return the parameter and offset of these of its tensors, layer by layer."""
         index = {stem: k for k, stem in enumerate(self.stems)}
-        chosen = [(self.parameters[index[s]], self.offsets[index[s]]) for s in stems]
-        return [(name_of(stem, layer + self.shift), n) for layer in layers for stem, n in chosen]
+        chosen = [index[stem] for stem in stems]
+        names = names_of((self.parameters[k] for k in chosen), (layer + self.shift for layer in layers))
+        return list(zip(names, itertools.cycle([self.offsets[k] for k in chosen]), strict=False))
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -116,21 +116,25 @@ def restricted(table: MapTable, includes: Callable[[str], bool]) -> MapTable:
 
 
 def stem_of(name: str) -> tuple[str, int]:
-    """Return a name with a mark for its first number, and the number: `h.3.w` is `h.<layer>.w` of layer 3."""
+    """Return a name with 0 for its first number, and the number: `h.3.w` is `h.0.w` of layer 3."""
     found = _NUMBER.search(name)
     if found is None:
         return name, NO_LAYER
-    return f"{name[: found.start()]}{LAYER}{name[found.end() :]}", int(found[0])
+    return f"{name[: found.start()]}0{name[found.end() :]}", int(found[0])
 
 
 def name_of(stem: str, layer: int) -> str:
-    return stem if layer < 0 else stem.replace(LAYER, str(layer), 1)
+    return names_of((stem,), (layer,))[0]
 
 
 def names_of(stems: Iterable[str], layers: Iterable[int]) -> list[str]:
-    """Return the names of stems, layer by layer."""
-    stems = tuple(stems)
-    return [name_of(stem, layer) for layer in layers for stem in stems]
+    """Return the names of stems, layer by layer; one without a layer, or without a number, is its stem."""
+    parts = [_NUMBER.split(stem, maxsplit=1) for stem in stems]
+    return [
+        "".join(part) if layer < 0 or len(part) == 1 else f"{part[0]}{layer}{part[2]}"
+        for layer in layers
+        for part in parts
+    ]
 
 
 def _row_key(row: Row) -> tuple[object, ...]:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from tests.unit.plan.world import MapBuilder, plan_of, rollout, trainer
+import msgspec
+import pytest
+
+from tests.unit.plan.world import MapBuilder, execute, expected, plan_of, rollout, trainer
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan.tables import MapTable, name_of, names_of, stem_of, tabulate
 
@@ -45,12 +48,33 @@ def test_names_without_a_number_and_fused_parameters_are_ordinary() -> None:
 
 
 def test_stems_take_the_first_whole_number() -> None:
-    assert stem_of("model.layers.12.experts.3.w") == ("model.layers.<layer>.experts.3.w", 12)
-    assert stem_of("3") == ("<layer>", 3)
+    assert stem_of("model.layers.12.experts.3.w") == ("model.layers.0.experts.3.w", 12)
+    assert stem_of("3") == ("0", 3)
     for name in ("h2.w", "layers.007.w", "layers.-1.w", "w"):
         assert stem_of(name) == (name, -1)
         assert name_of(*stem_of(name)) == name
     assert name_of(*stem_of("a.0.b.1")) == "a.0.b.1"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "parameter"),
+    [
+        ("a.<layer>.3", "a.<layer>.3"),
+        ("a.<layer>", "a.5"),
+        ("a.3.w", "x.<layer>"),
+        ("a.007.3.w", "x.0"),
+        ("w", "x.4"),
+        ("a.0", "0.0"),
+        (f"a.{2**64}.w", f"x.{10**30}"),
+        (f"a.{'9' * 5000}.3", "x"),
+    ],
+)
+def test_any_names_are_told_apart_and_fit_the_wire(tensor: str, parameter: str) -> None:
+    described = MapBuilder().whole(tensor, (4,), parameter=parameter).whole("a.11.w", (4,)).build()
+    maps = {trainer(0, 1): described, rollout(0, 1): described}
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(tabulate(described)), type=MapTable)
+    assert places(sent) == {(tensor, parameter, 0), ("a.11.w", "a.11.w", 0)}
+    assert execute(plan_of(maps), maps) == expected(maps)
 
 
 def test_a_plan_does_not_grow_with_equal_layers() -> None:
