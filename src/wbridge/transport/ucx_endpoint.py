@@ -88,14 +88,19 @@ class UcxxEndpoint:
         return self._peer
 
     async def open(self, hello: Hello) -> None:
-        """Return when the peer has accepted. Cancelled: the caller forgets the endpoint.
+        """Return when the peer has accepted. Cancelled: the peer hears of it, and the caller forgets the
+        endpoint.
 
         Raises:
             PeerLost: it ended first.
             EndpointClosed: this side closed it first.
         """
         self._send(hello)
-        await self._answered.wait()
+        try:
+            await self._answered.wait()
+        except BaseException:  # else a peer that has accepted would grant its slots to this connection
+            self._send(Bye(self.connection))
+            raise
         if self._lost:
             raise self._lost_error()
         if self._closing:
@@ -159,8 +164,10 @@ class UcxxEndpoint:
                     with anyio.move_on_after(self._close_timeout_s) as flushing:
                         await self.flush()
                     self._silent = flushing.cancelled_caught and not self._lost
-                if not self._lost:
-                    self._send(Bye(self.connection, self._writing is None or self._writing.is_still))
+                if not self._lost and self._writing is not None:
+                    self._writing.leave(self.connection)
+                elif not self._lost:
+                    self._send(Bye(self.connection))
             finally:
                 self._closed.set()
                 self._settle()

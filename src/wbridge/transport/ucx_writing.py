@@ -8,7 +8,7 @@ from typing import NamedTuple
 import anyio
 
 from wbridge.errors import ProtocolError
-from wbridge.transport.ucx_frames import Forget, Frame, Region, Revoked
+from wbridge.transport.ucx_frames import Bye, Forget, Frame, Region, Revoked
 from wbridge.transport.ucx_grants import Grant
 from wbridge.transport.ucx_native import NativeUcxWorker
 from wbridge.transport.ucx_transfer import Route, Transfer
@@ -37,10 +37,7 @@ class Writing:
         self._running: dict[Grant, Transfer] = {}
         self._revoked: set[Grant] = set()
         self._is_over = False
-
-    @property
-    def is_still(self) -> bool:
-        return not self._running
+        self._has_left = False
 
     def learn(self, region: Region) -> None:
         key = self._worker.unpack(self._route, region.key)
@@ -87,6 +84,11 @@ class Writing:
         """Start nothing more: a put that still waits may notice later that its endpoint has ended."""
         self._is_over = True
 
+    def leave(self, connection: int) -> None:
+        """Say that the connection is closed, and once more when the puts that still run are over."""
+        self._has_left = True
+        self._send(Bye(connection, not self._running))
+
     async def wait_still(self) -> None:
         for transfer in list(self._running.values()):
             await transfer.stopped.wait()
@@ -108,6 +110,8 @@ class Writing:
         if grant in self._revoked:
             self._revoked.remove(grant)
             self._send(Revoked(grant.connection, grant.encode()))
+        if self._has_left and not self._running:
+            self._send(Bye(grant.connection))
 
     def _tell(self) -> None:
         self._news.set()

@@ -65,7 +65,7 @@ class UcxxTransport:
         self._outgoing: dict[int, UcxxEndpoint] = {}
         self._incoming: dict[int, Incoming] = {}
         self._writers: dict[str, Incoming] = {}
-        """By name, the newest connection of each peer that writes into this process's memory."""
+        """By name, the newest connection of each peer."""
         self._left: dict[int, Grants] = {}
         """Of lost connections: what they may still write."""
         self._worker: Worker | None = None
@@ -155,7 +155,7 @@ class UcxxTransport:
         """Grant the slot, if `peer` writes into this process's memory; else its bytes come as a message."""
         self._open_worker()
         writer = self._writers.get(peer) if memory.nbytes > SMALL_NBYTES else None
-        if writer is not None and writer.is_open and self._regions is not None:
+        if writer is not None and writer.is_open and writer.hello.address.puts and self._regions is not None:
             place = self._regions.locate(memory)
             if place is not None:
                 return RemoteSlot(writer.grants.give(*place).encode(), memory.nbytes)
@@ -190,8 +190,8 @@ class UcxxTransport:
             incoming.close()
         self._inbox.close()
         self._lifeline.close()
+        self._worker = None  # what ends now has nobody to tell
         worker.close()
-        self._worker = None
         for incoming in incoming_ones:
             incoming.end()
 
@@ -235,12 +235,12 @@ class UcxxTransport:
         if same_host:
             self._lifeline.watch(remote.process, incoming.die)
         self._incoming[hello.connection] = incoming
+        self._writers[hello.name] = incoming
         regions = self._regions if hello.address.puts else None
         if regions is None:
             incoming.welcome([])
             return
         regions.need()
-        self._writers[hello.name] = incoming
         incoming.welcome(regions)
 
     def _sender(self, route: Route, on_failure: Callable[[], None]) -> Callable[[Frame], None]:

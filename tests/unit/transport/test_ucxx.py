@@ -1,0 +1,96 @@
+"""The ucxx transport where a put outlives its endpoint, or its writer comes back another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from wbridge.device.cpu import CpuDevice
+from wbridge.native.ucx import why_missing
+from wbridge.testing.conformance import Pair
+from wbridge.transport.base import Endpoint, RemoteSlot
+from wbridge.transport.ucxx import UcxxTransport
+
+pytestmark = pytest.mark.anyio
+
+LARGE_NBYTES = 128 * 2**20
+"""So long that the put still runs when its endpoint closes."""
+
+
+@asynccontextmanager
+async def open_pair() -> AsyncIterator[Pair]:
+    """Whose sender gives up its peers at once."""
+    if (why := why_missing()) is not None:
+        pytest.skip(why)
+    async with (
+        UcxxTransport("sender", host="a", native=True, close_timeout_s=0) as sender,
+        UcxxTransport("receiver", host="b", native=True) as receiver,
+    ):
+        yield Pair(sender, receiver, CpuDevice())
+
+
+async def start_to_put(pair: Pair, endpoint: Endpoint) -> RemoteSlot:
+    """Return while the put, cancelled, runs on."""
+    (slot,) = pair.slots([LARGE_NBYTES])
+    remote = pair.receiver.expose(slot, "sender")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(endpoint.put, memoryview(b"\1" * LARGE_NBYTES), remote, b"put")
+        while not slot[0]:
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    return remote
+
+
+async def test_a_transport_closes_while_a_slot_that_it_writes_is_taken_back() -> None:
+    async with open_pair() as pair:
+        remote = await start_to_put(pair, await pair.connect())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pair.receiver.withdraw, remote)
+            await anyio.wait_all_tasks_blocked()
+            await pair.receiver.connect(pair.sender.address, "sender")  # which has heard of both by now
+            await pair.sender.aclose()
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_slot_comes_back_when_its_put_ends_after_its_endpoint() -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        remote = await start_to_put(pair, endpoint)
+        await endpoint.aclose()
+        with anyio.fail_after(10):
+            assert await pair.receiver.withdraw(remote)
+
+
+async def test_a_writer_that_comes_back_without_the_native_part_sends_messages() -> None:
+    pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
+    async with open_pair() as pair:
+        await pair.connect()
+        async with UcxxTransport("sender", host="a", native=False) as sender:
+            again = Pair(sender, pair.receiver)
+            endpoint = await again.connect()
+            (slot,) = again.slots([100_000])
+            remote = pair.receiver.expose(slot, "sender")
+            with anyio.fail_after(10):
+                await endpoint.put(memoryview(b"\1" * 100_000), remote, b"put")
+                assert await again.receive() == b"put"
+            assert slot == b"\1" * 100_000
+
+
+async def test_a_cancelled_connection_is_granted_nothing() -> None:
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pair.connect)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+        (slot,) = pair.slots([100_000])
+        with anyio.fail_after(10):
+            await endpoint.send(b"cancelled before")
+            assert await pair.receive() == b"cancelled before"
+            remote = pair.receiver.expose(slot, "sender")
+            await endpoint.put(memoryview(b"\1" * 100_000), remote, b"put")
+            assert await pair.receive() == b"put"
