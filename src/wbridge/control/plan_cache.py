@@ -40,9 +40,13 @@ class PlanCache:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self._directory, prefix=".partial-")
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(data).digest() + data)
-            os.replace(name, self._path(self._directory, digest))
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(data).digest() + data)
+                os.replace(name, self._path(self._directory, digest))
+            except OSError:  # a full disk is not filled further
+                os.unlink(name)
+                raise
         except OSError as exc:
             _log.debug(
                 "the plan cache is not writable", extra={"path": str(self._directory), "error": str(exc)}

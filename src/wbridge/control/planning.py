@@ -10,6 +10,7 @@ import msgspec
 
 from wbridge.config import Config
 from wbridge.control.agreement import job_values
+from wbridge.control.auth import wbridge_version
 from wbridge.control.membership import Joined, Member
 from wbridge.control.messages import EpochStart, Peer
 from wbridge.control.plan_cache import PlanCache, digest_of
@@ -53,7 +54,7 @@ def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str]
         PlanError, LayoutError, CoverageError: as `build_plan`.
     """
     members = sorted((worker, joined.digest, hosts[worker]) for worker, joined in maps.items())
-    form = msgspec.json.schema(Plan)  # what another release may have stored differently
+    form = wbridge_version(), msgspec.json.schema(Plan)  # another release may plan or store differently
     cache, digest = PlanCache(config.cache_dir), digest_of(form, members, config.include, config.slot_nbytes)
     if (stored := cache.load(digest)) is not None:
         try:

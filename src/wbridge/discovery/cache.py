@@ -55,9 +55,13 @@ class Cache:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self._directory, prefix=".partial-")
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.replace(name, self._path(digest))
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(data)
+                os.replace(name, self._path(digest))
+            except OSError:  # a full disk is not filled further
+                os.unlink(name)
+                raise
         except OSError as exc:
             _LOG.debug(
                 "source map cache is not writable", extra={"path": str(self._directory), "error": str(exc)}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from wbridge.errors import LayoutError
 from wbridge.layout.region import Region
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan.geometry import at_origin, region_key
@@ -30,6 +31,13 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
     offsets: tuple[int, ...]
     layers: tuple[int, ...]
     shift: int = 0
+
+    def __post_init__(self) -> None:
+        if not len(self.stems) == len(self.parameters) == len(self.offsets):
+            raise LayoutError(
+                f"a column pairs {len(self.stems)} tensors with {len(self.parameters)} parameters and"
+                f" {len(self.offsets)} offsets; run one release everywhere"
+            )
 
     def places(self, stems: Iterable[str], layers: Iterable[int]) -> list[tuple[str, int]]:
         """Return the parameter and offset of these of its tensors, layer by layer."""

@@ -57,7 +57,10 @@ def test_the_same_workers_are_planned_once(tmp_path: Path, monkeypatch: pytest.M
     ):
         build_planned(*other)
     assert len(asked) == 4
-    assert len(list((tmp_path / "cache").iterdir())) == 3
+    monkeypatch.setattr(planning, "wbridge_version", lambda: "another")
+    build_planned(joined(), hosts(), config)
+    assert len(asked) == 5
+    assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
 def test_a_damaged_entry_is_planned_again(tmp_path: Path) -> None:
@@ -74,3 +77,11 @@ def test_a_directory_that_cannot_be_written_costs_only_the_cache(tmp_path: Path)
     cache = PlanCache(str(tmp_path / "file"))
     cache.store(digest_of("anything"), b"data")
     assert cache.load(digest_of("anything")) is None
+
+
+def test_what_cannot_be_stored_leaves_nothing_behind(tmp_path: Path) -> None:
+    in_the_way = tmp_path / f"{digest_of('anything')}.plan"
+    in_the_way.mkdir()
+    PlanCache(str(tmp_path)).store(digest_of("anything"), b"data")
+    assert list(tmp_path.iterdir()) == [in_the_way]
+    assert PlanCache(str(tmp_path)).load(digest_of("anything")) is None

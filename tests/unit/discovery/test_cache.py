@@ -73,6 +73,13 @@ def digest(**changes: object) -> str:
     return digest_of(**(question | changes))  # type: ignore[arg-type]  # one key is replaced
 
 
+def test_what_cannot_be_stored_leaves_nothing_behind(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "0.sourcemap"
+    in_the_way.mkdir()
+    Cache(tmp_path).store("0", MAP)
+    assert list(tmp_path.iterdir()) == [in_the_way]
+
+
 def test_digest_depends_on_everything_that_steers_the_loader() -> None:
     shared = torch.zeros(2)
     others = [

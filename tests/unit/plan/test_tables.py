@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from tests.unit.plan.world import MapBuilder, execute, expected, plan_of, rollout, trainer
+from wbridge.errors import LayoutError
 from wbridge.layout.source_map import SourceMap
-from wbridge.plan.tables import MapTable, name_of, names_of, stem_of, tabulate
+from wbridge.plan.tables import NO_LAYER, Column, MapTable, name_of, names_of, stem_of, tabulate
 
 
 def stage(layers: range, *, first: int = 0) -> SourceMap:
@@ -91,3 +92,8 @@ def test_a_layer_that_one_worker_lacks_is_a_class_of_its_own() -> None:
     maps = {trainer(0, 2): stage(range(6)), trainer(1, 2): stage(range(4)), rollout(0, 1): stage(range(6))}
     plan = plan_of(maps)
     assert [(c.layers, len(c.cells[0].owners)) for c in plan.classes] == [((0, 1, 2, 3), 2), ((4, 5), 1)]
+
+
+def test_a_column_without_a_parameter_for_each_tensor_is_refused() -> None:
+    with pytest.raises(LayoutError, match="2 tensors with 1 parameters and 1 offsets"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode((("v", "w"), ("v",), (0,), (NO_LAYER,))), type=Column)
