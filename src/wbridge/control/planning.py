@@ -11,14 +11,18 @@ import msgspec
 from wbridge.config import Config
 from wbridge.control.agreement import job_values
 from wbridge.control.auth import wbridge_version
+from wbridge.control.codec import MAX_FRAME_NBYTES
 from wbridge.control.membership import Joined, Member
 from wbridge.control.messages import EpochStart, Peer
 from wbridge.control.plan_cache import PlanCache, digest_of
-from wbridge.errors import InternalError, ProtocolError
+from wbridge.errors import InternalError, PlanError, ProtocolError
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.build import plan_tables
 from wbridge.plan.expand import Expansion
 from wbridge.plan.types import Plan, WorkerPlan
+
+MAX_PLAN_NBYTES = MAX_FRAME_NBYTES // 2
+"""The rest of a frame is left to the peers that travel with a plan."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str]
     Slow, so it runs in a worker thread: up to a second for the largest fleets.
 
     Raises:
-        PlanError, LayoutError, CoverageError: as `build_plan`.
+        PlanError, LayoutError, CoverageError: as `build_plan`, or the plan is too large to be sent.
     """
     members = sorted((worker, joined.digest, hosts[worker]) for worker, joined in maps.items())
     form = wbridge_version(), msgspec.json.schema(Plan)  # another release may plan or store differently
@@ -62,7 +66,12 @@ def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str]
         except msgspec.MsgspecError as exc:
             _log.debug("a plan in the cache is foreign", extra={"digest": digest, "error": str(exc)})
     plan = plan_tables({worker: joined.table for worker, joined in maps.items()}, hosts, config)
-    planned = Planned(packed(plan), plan.workers, partners_of(plan))
+    if len(data := packed(plan)) > MAX_PLAN_NBYTES:
+        raise PlanError(
+            f"the plan of {len(plan.workers)} workers takes {len(data)} bytes, at most {MAX_PLAN_NBYTES} can"
+            " be sent; its tensors have too few layouts in common: leave some out with `include`"
+        )
+    planned = Planned(data, plan.workers, partners_of(plan))
     cache.store(digest, msgspec.msgpack.encode(planned))
     return planned
 

@@ -103,7 +103,8 @@ class Explanation(msgspec.Struct, frozen=True):
             f" {self.copies_sent:.2f} copies of {_size(self.model_nbytes)}",
             f"busiest link {_time(self.busiest_s)}, lower bound {_time(self.bound.relayed_s)}, ratio"
             f" {self.ratio:.3f}; {_time(self.bound.direct_s)}, ratio {self.direct_ratio:.3f}, without relays",
-            f"with relays: {self.relayed_copies:.2f} copies sent, ratio {self.relayed_ratio:.3f}",
+            f"with relays, which no plan has yet: {self.relayed_copies:.2f} copies sent, ratio"
+            f" {self.relayed_ratio:.3f}",
         ]
         lines += [
             f"load     {load.link:<32} {load.direction:<8} {_size(load.nbytes):>12} at {load.gb_s:g} GB/s"

@@ -34,17 +34,12 @@ class Transfer(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """The contiguous byte range of a group's slot that one writer fills with one put.
-
-    `holders` lists further workers on lower stages that could write the same range, best first,
-    ending in a trainer; it is empty when `writer` is the only one. (For relays.)
-    """
+    """The contiguous byte range of a group's slot that one writer fills with one put."""
 
     writer: WorkerId
     offset: int
     nbytes: int
     transfers: tuple[Transfer, ...]
-    holders: tuple[WorkerId, ...] = ()
 
 
 class Group(msgspec.Struct, frozen=True):
