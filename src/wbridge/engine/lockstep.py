@@ -179,6 +179,7 @@ class Lockstep:
 
     async def poll(self, wait_s: float | None) -> Instruction:
         """Hand a counted poll over; return the first instruction for it."""
+        self._instructions.clear()  # of a poll that failed before it could follow them
         self._from_follower(self.follower.poll(wait=wait_s is not None))
         if wait_s is not None:
             with anyio.move_on_after(wait_s):
