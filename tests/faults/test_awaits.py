@@ -85,6 +85,10 @@ UNREACHED = {
     # A worker that breaks the protocol, a coordinator that is found again after it was left.
     ("control/coordinator.py", "await lease.wait_lost()"): "a worker that breaks the protocol",
     ("control/lease.py", "await self.receive()"): "a worker that breaks the protocol",
+    ("control/lease.py", "await self._connection.send_frame("): "a full socket; `test_lease` covers it",
+    ("control/lease.py", "await anyio.sleep(LAST_LOOK_S)"): "a peer that is silent; `test_lease` covers it",
+    # One that is closed has said what becomes of its grants.
+    ("engine/lockstep.py", "sleep(self._config.coordinator_timeout_s)"): "a coordinator that dies",
     ("session/member.py", "await connection.aclose()"): "an incarnation that comes back",
     ("session/member.py", "await anyio.sleep(MAX_BACKOFF_S)"): "an incarnation that comes back",
     # A coordinator on its own (`wbridge coordinator`) says goodbye; an embedded one ends with its worker.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import ipaddress
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 
 import anyio
 import anyio.abc
-from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.tls import TLSStream
 
 from wbridge import errors
@@ -29,7 +29,7 @@ ACCEPT_AGAIN_S = 0.1
 
 _log = logging.getLogger(__name__)
 
-_BROKEN = (anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead, ssl.SSLError, OSError)
+_BROKEN = (anyio.BrokenResourceError, anyio.EndOfStream, ssl.SSLError, OSError)
 
 
 class Connection:
@@ -40,10 +40,12 @@ class Connection:
 
     def __init__(self, stream: anyio.abc.ByteStream, remote: str) -> None:
         self._stream = stream
-        self._reader = BufferedByteReceiveStream(stream)
+        self._come = bytearray()
+        self._socket: socket.socket | None = None
+        self.num_reads = 0
+        """How often something has come, if only a part of a message."""
         self._remote = remote
         self._limit_nbytes = codec.MAX_UNAUTHENTICATED_NBYTES
-        self._body_nbytes: int | None = None
         self._send_lock = anyio.Lock()
         self._broken = False
         self._closed = False
@@ -59,14 +61,10 @@ class Connection:
         address = self._stream.extra(anyio.abc.SocketAttribute.local_address)
         return str(address[0]) if isinstance(address, tuple) else "127.0.0.1"
 
-    @property
-    def num_buffered(self) -> int:
-        """Bytes that have come of a message that is not whole."""
-        return len(self._reader.buffer)
-
     def trust(self) -> None:
         """Accept frames of full size from now on: the peer has authenticated itself."""
         self._limit_nbytes = codec.MAX_FRAME_NBYTES
+        self._socket = _second_handle(self._stream)
 
     async def send(self, message: Message) -> None:
         """Send one message; return when the socket has taken it.
@@ -77,7 +75,10 @@ class Connection:
             PeerLost: the peer is gone.
             EndpointClosed: this side has closed the connection.
         """
-        frame = codec.encode(message)
+        await self.send_frame(codec.encode(message))
+
+    async def send_frame(self, frame: bytes) -> None:
+        """`send` of what is encoded already, or of its rest."""
         async with self._send_lock:
             self._check_open()
             self._broken = True
@@ -89,6 +90,18 @@ class Connection:
                 raise self._lost(exc) from exc
             self._broken = False
 
+    def send_now(self, frame: bytes) -> bytes:
+        """Send what the socket takes without waiting; return the rest, which `send_frame` has to send next.
+
+        Never raises: a peer that is gone takes nothing, and neither does one that is being sent to.
+        """
+        if self._socket is None or self._broken:
+            return frame
+        try:
+            return frame[self._socket.send(frame) :]
+        except OSError:  # no room, or no peer: `send_frame` waits for the one and tells of the other
+            return frame
+
     async def receive(self) -> Message:
         """Return the next message. Cancelled: nothing is lost, the next call returns it.
 
@@ -99,21 +112,33 @@ class Connection:
             WBridgeError: the class and text with which the peer rejected this side.
         """
         try:
-            if self._body_nbytes is None:
-                header = await self._reader.receive_exactly(codec.HEADER_NBYTES)
-                self._body_nbytes = codec.decode_header(header, self._limit_nbytes)
-            body = await self._reader.receive_exactly(self._body_nbytes)
-            self._body_nbytes = None
+            while (body := self._cut()) is None:
+                self._come += await self._stream.receive()
+                self.num_reads += 1
             message = codec.decode(body)
         except anyio.ClosedResourceError as exc:
             raise EndpointClosed(f"the connection to {self._remote} is closed") from exc
         except ProtocolError as exc:
+            self._come.clear()  # where the next message begins is not known
             raise ProtocolError(f"{self._remote}: {exc}") from exc
         except _BROKEN as exc:
             raise self._lost(exc) from exc
         if isinstance(message, Rejected):
             raise rebuild_error(message)
         return message
+
+    def _cut(self) -> bytes | None:
+        """Take the body of the next message out of what has come; None if that is not whole."""
+        if len(self._come) < codec.HEADER_NBYTES:
+            return None
+        nbytes = codec.decode_header(bytes(self._come[: codec.HEADER_NBYTES]), self._limit_nbytes)
+        stop = codec.HEADER_NBYTES + nbytes
+        if len(self._come) < stop:
+            return None
+        with memoryview(self._come) as come:
+            body = bytes(come[codec.HEADER_NBYTES : stop])
+        del self._come[:stop]
+        return body
 
     async def reject(self, error: WBridgeError) -> None:
         """Tell the peer why it cannot stay, and give it a moment to read that. Then close.
@@ -135,6 +160,8 @@ class Connection:
         """Close at once. Idempotent; does not wait for the peer."""
         if not self._closed:
             self._closed = True
+            if self._socket is not None:
+                self._socket.close()
             await anyio.aclose_forcefully(self._stream)
 
     async def __aenter__(self) -> Connection:
@@ -154,6 +181,21 @@ class Connection:
     def _lost(self, cause: BaseException) -> PeerLost:
         reason = str(cause) or "it closed the connection"
         return PeerLost(f"{self._remote} is gone: {reason}")
+
+
+def _second_handle(stream: anyio.abc.ByteStream) -> socket.socket | None:
+    """Return a handle of our own of the stream's socket: the stream may close its own at any time.
+
+    None if what is written has to pass through the stream (TLS), or if there are no descriptors.
+    """
+    if not isinstance(stream, anyio.abc.SocketStream):
+        return None
+    try:
+        handle = socket.socket(fileno=socket.dup(stream.extra(anyio.abc.SocketAttribute.raw_socket).fileno()))
+    except OSError:
+        return None
+    handle.setblocking(False)
+    return handle
 
 
 def rebuild_error(message: Rejected | Reconfigured | Verified) -> WBridgeError:

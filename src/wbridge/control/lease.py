@@ -8,6 +8,7 @@ from types import TracebackType
 import anyio
 import anyio.abc
 
+from wbridge.control import codec
 from wbridge.control.connection import LINGER_S, Connection
 from wbridge.control.messages import Heartbeat, Message
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, WBridgeError
@@ -16,6 +17,8 @@ MISSED_RENEWALS = 3
 """After this many heartbeats that did not come, a peer counts as lost."""
 LAST_LOOK_S = 0.01
 """After the last of them: long enough to find what came while this process did not run."""
+MAX_NOW_NBYTES = 64 * 2**10
+"""A frame up to this size is written where it is posted, if the socket has room."""
 MAX_POSTED = 4096
 """Frames that may wait for one slow peer; one more and it counts as lost."""
 
@@ -31,42 +34,59 @@ class LeasedConnection:
     def __init__(self, connection: Connection, heartbeat_s: float) -> None:
         self._connection = connection
         self._heartbeat_s = heartbeat_s
-        self._outbox: collections.deque[Message] = collections.deque()
+        self._outbox: collections.deque[bytes] = collections.deque()  # while it holds any, `run` sends
         self._posted = anyio.Event()
         self._finished = False
         self._scope = anyio.CancelScope()
         self._aborted = ""
         self._over = anyio.Event()
+        self._posted_s = 0.0
+        self._is_reading = False
+        self._heard_s = 0.0
+        self._num_missed = 0
+        self._num_reads = 0  # until then
 
     @property
     def remote(self) -> str:
         return self._connection.remote
 
     def post(self, message: Message) -> None:
-        """Queue one message; it is sent after those posted before it. Never waits, never raises.
+        """Send one message, or queue it behind those posted before it. Never waits.
 
         A peer that is gone, or does not read and so lets too many pile up, is reported by `receive`.
+
+        Raises:
+            ProtocolError: the message is larger than its kind may be.
         """
         if self._finished:
             return  # `receive` tells the owner
         if len(self._outbox) >= MAX_POSTED:
             self.abort(f"it does not read: {MAX_POSTED} messages wait for it")
             return
-        self._outbox.append(message)
-        self._posted.set()
+        self._posted_s = anyio.current_time()
+        frame = codec.encode(message)
+        if not self._outbox and len(frame) <= MAX_NOW_NBYTES:
+            frame = self._connection.send_now(frame)
+        if frame:
+            self._outbox.append(frame)
+            self._posted.set()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Send what is posted until `finish`, `abort`, the peer's loss or cancellation; then close.
 
         Does not raise the loss: `receive` does, in the task that can act on it.
         """
+        self._posted_s = anyio.current_time()
         task_status.started()
         try:
             with self._scope:
-                await self._send_all()
-                with anyio.move_on_after(LINGER_S):  # closing with unread input would cut off what we sent
-                    await self._over.wait()
-        except (PeerLost, EndpointClosed):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._keep_alive)
+                    await self._send_all()
+                    with anyio.move_on_after(LINGER_S):  # closing with unread input cuts off what we sent
+                        await self._over.wait()
+                    tasks.cancel_scope.cancel()
+        except* (PeerLost, EndpointClosed):
             pass
         finally:
             self._finished = True
@@ -75,13 +95,51 @@ class LeasedConnection:
     async def _send_all(self) -> None:
         while self._outbox or not self._finished:
             if self._outbox:
-                await self._connection.send(self._outbox.popleft())
-                continue
-            with anyio.move_on_after(self._heartbeat_s) as idle:
+                await self._connection.send_frame(self._outbox[0])
+                self._outbox.popleft()
+            else:
                 self._posted = anyio.Event()
                 await self._posted.wait()
-            if idle.cancelled_caught:
-                await self._connection.send(Heartbeat())
+
+    async def _keep_alive(self) -> None:
+        """Send heartbeats when nothing else is sent, and give up a peer of which none come.
+
+        A timer that is late may fire before what came meanwhile is read. So each heartbeat is waited for
+        by itself: a pause of this process or its machine, however long, is one that did not come.
+        """
+        while True:
+            due_s = self._posted_s + self._heartbeat_s
+            if self._num_missed:  # before that, a look when we send is enough
+                due_s = min(due_s, self._next_miss_s())
+            await anyio.sleep_until(due_s)
+            now_s = anyio.current_time()
+            if now_s >= self._posted_s + self._heartbeat_s:
+                self._posted_s = now_s
+                if not self._outbox:
+                    self.post(Heartbeat())
+            if not self._is_reading or self._connection.num_reads != self._num_reads:
+                self._hear(now_s)  # the owner is busy, or a part of a message has come
+            elif now_s >= self._next_miss_s():
+                await self._miss(now_s)
+
+    def _hear(self, now_s: float) -> None:
+        self._heard_s, self._num_missed = now_s, 0
+        self._num_reads = self._connection.num_reads
+
+    def _next_miss_s(self) -> float:
+        return self._heard_s + (self._num_missed + 1) * self._heartbeat_s
+
+    async def _miss(self, now_s: float) -> None:
+        """A heartbeat did not come. After the last of them the peer is given up."""
+        if now_s > self._next_miss_s() + self._heartbeat_s:  # this process stood still
+            self._heard_s = now_s - (self._num_missed + 1) * self._heartbeat_s
+        self._num_missed += 1
+        if self._num_missed < MISSED_RENEWALS:
+            return
+        await anyio.sleep(LAST_LOOK_S)  # to find what has come
+        if self._connection.num_reads == self._num_reads:
+            lease_s = MISSED_RENEWALS * self._heartbeat_s
+            self.abort(f"it was silent for {lease_s:g} s, {MISSED_RENEWALS} heartbeats")
 
     async def receive(self) -> Message:
         """Return the next message that is no heartbeat. Cancelled: nothing is lost.
@@ -93,8 +151,10 @@ class LeasedConnection:
             WBridgeError: the class and text with which the peer rejected this side.
         """
         try:
+            self._is_reading = True
             while True:
-                message = await self._receive_in_time()
+                self._hear(anyio.current_time())
+                message = await self._connection.receive()
                 if not isinstance(message, Heartbeat):
                     return message
         except ProtocolError:
@@ -104,22 +164,8 @@ class LeasedConnection:
             if self._aborted:
                 raise PeerLost(f"{self.remote} is given up: {self._aborted}") from exc
             raise
-
-    async def _receive_in_time(self) -> Message:
-        """Return the next message of a peer that keeps sending, if only parts of one.
-
-        A timer that is late may fire before what came meanwhile is read. So each heartbeat is waited for
-        by itself: a pause of this process or its machine, however long, is one that did not come.
-        """
-        waits_s = (self._heartbeat_s,) * MISSED_RENEWALS + (LAST_LOOK_S,)
-        num_missed = 0
-        while num_missed < len(waits_s):
-            num_buffered = self._connection.num_buffered
-            with anyio.move_on_after(waits_s[num_missed]):
-                return await self._connection.receive()
-            num_missed = num_missed + 1 if self._connection.num_buffered == num_buffered else 0
-        lease_s = MISSED_RENEWALS * self._heartbeat_s
-        raise PeerLost(f"{self.remote} was silent for {lease_s:g} s, {MISSED_RENEWALS} heartbeats")
+        finally:
+            self._is_reading = False
 
     async def wait_lost(self) -> None:
         """Ignore what still arrives, until the peer is gone."""

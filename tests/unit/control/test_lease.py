@@ -15,7 +15,7 @@ from wbridge.control import codec
 from wbridge.control import lease as lease_module
 from wbridge.control.connection import Connection, connect_tcp, serve_tcp
 from wbridge.control.lease import LeasedConnection
-from wbridge.control.messages import Bye, EpochReady, Heartbeat, Join, Rejected
+from wbridge.control.messages import Bye, EpochReady, Heartbeat, Join, Message, Rejected
 from wbridge.errors import ConfigError, EndpointClosed, PeerLost
 from wbridge.ids import Epoch
 from wbridge.testing.clock import VirtualTimeLoop, run_virtual
@@ -55,6 +55,31 @@ async def test_posts_arrive_in_order_and_finish_sends_them_all() -> None:
         await far.aclose()
         with pytest.raises(PeerLost):
             await lease.receive()
+
+
+async def test_a_post_is_on_its_way_when_it_returns() -> None:
+    """Without a turn of the loop, and whether `run` has begun or not."""
+    async with pair() as (near, far), LeasedConnection(near, IDLE_S) as lease:
+        for message in (Bye(), Heartbeat()):
+            lease.post(message)
+            assert os.read(descriptor_of(far), 100) == codec.encode(message)
+
+
+async def test_posts_beyond_what_the_socket_holds_arrive_whole_and_in_order() -> None:
+    """Frames that are written at once, cut short, queued, and too large to be tried."""
+    messages: list[Message] = [
+        Join(bytes([n]) * (lease_module.MAX_NOW_NBYTES - 500), b"") for n in range(250)
+    ]
+    messages[100:100] = [Join(b"x" * 2**20, b"")]
+    async with pair() as (near, far), anyio.create_task_group() as tasks:
+        lease = LeasedConnection(near, IDLE_S)
+        tasks.start_soon(lease.run)
+        for message in messages:
+            lease.post(message)
+        assert [await far.receive() for _ in messages] == messages
+        lease.post(Bye())
+        assert await far.receive() == Bye()
+        lease.abort("over")
 
 
 async def test_leaving_the_context_closes_a_connection_that_was_never_run() -> None:
@@ -148,6 +173,44 @@ def test_a_long_message_over_a_slow_link_is_no_silence() -> None:
             assert await lease.receive() == message
             with pytest.raises(PeerLost, match="silent for 30 s"):
                 await lease.receive()
+            lease.abort("over")
+
+    run_virtual(main)
+
+
+def test_a_lease_runs_out_three_heartbeats_after_the_last_message_and_not_while_its_owner_is_busy() -> None:
+    async def main() -> None:
+        async with pair() as (near, far), anyio.create_task_group() as tasks:
+            lease = LeasedConnection(near, 10.0)
+            tasks.start_soon(lease.run)
+            await anyio.sleep(1000.0)  # before it is read for the first time
+            for pause_s in (3.0, 28.0, 14.0):
+                tasks.start_soon(send_later, far, pause_s)
+                assert await lease.receive() == Bye()
+            heard_s = anyio.current_time()
+            with pytest.raises(PeerLost, match="silent for 30 s"):
+                await lease.receive()
+            assert anyio.current_time() - heard_s == pytest.approx(30.0, abs=0.1)
+
+    async def send_later(far: Connection, pause_s: float) -> None:
+        await anyio.sleep(pause_s)
+        await far.send(Bye())
+
+    run_virtual(main)
+
+
+def test_a_side_that_posts_sends_no_heartbeats_and_one_that_stops_sends_one_in_time() -> None:
+    async def main() -> None:
+        async with pair() as (near, far), anyio.create_task_group() as tasks:
+            lease = LeasedConnection(near, 10.0)
+            tasks.start_soon(lease.run)
+            for _ in range(5):
+                await anyio.sleep(9.0)
+                lease.post(Bye())
+                assert await far.receive() == Bye()
+            posted_s = anyio.current_time()
+            assert await far.receive() == Heartbeat()
+            assert anyio.current_time() - posted_s == pytest.approx(10.0, abs=0.1)
             lease.abort("over")
 
     run_virtual(main)
