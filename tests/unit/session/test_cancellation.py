@@ -74,7 +74,9 @@ async def test_a_send_cancelled_when_all_engines_are_through_returns_with_its_so
     """The coordinator has forgotten the version by then: its answer is that it was announced."""
     free = SendingEpoch._source_free
     held: list[Callable[[], None]] = []
-    monkeypatch.setattr(SendingEpoch, "_source_free", lambda *call: held.append(functools.partial(free, *call)))
+    monkeypatch.setattr(
+        SendingEpoch, "_source_free", lambda *call: held.append(functools.partial(free, *call))
+    )
     async with running(tmp_path, "sync", num_trainers=1, engines=ONE) as job:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(job.send, 1)
