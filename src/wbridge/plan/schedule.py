@@ -28,7 +28,7 @@ class Inflow(msgspec.Struct, frozen=True):
     """Of each block of each tensor, in order: the index of the worker that sends it."""
 
 
-class Item(NamedTuple):
+class Item(msgspec.Struct, frozen=True, gc=False):
     """One block of one tensor: which inflow, tensor and block, by index."""
 
     inflow: int
