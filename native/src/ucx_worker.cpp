@@ -82,6 +82,7 @@ struct UcxWorker::Operation {
     Number route;             // 0: it is a receive
     std::string owned;        // the bytes of a frame
     bool must_flush = false;  // a put, until its endpoint is flushed
+    Key key;                  // of a put
     void *request = nullptr;
 };
 
@@ -190,18 +191,13 @@ UcxWorker::Number UcxWorker::unpack(Number number, const std::string &packed) {
     call([&] {
         ucp_rkey_h unpacked;
         check(ucp_ep_rkey_unpack(route(number).endpoint, packed.data(), &unpacked), "ucp_ep_rkey_unpack");
-        keys_.emplace(key, unpacked);
+        keys_.emplace(key, Key(unpacked, ucp_rkey_destroy));
     });
     return key;
 }
 
 void UcxWorker::forget_key(Number key) {
-    call([&] {
-        if (const auto found = keys_.find(key); found != keys_.end()) {
-            ucp_rkey_destroy(found->second);
-            keys_.erase(found);
-        }
-    });
+    call([&] { keys_.erase(key); });
 }
 
 void UcxWorker::settle() {
@@ -246,7 +242,8 @@ UcxWorker::Number UcxWorker::put(Number number, const void *memory, std::size_t 
         parameters.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
         parameters.memory_type = UCS_MEMORY_TYPE_HOST;
         parameters.cb.send = on_sent;
-        return ucp_put_nbx(this_->route(self.route).endpoint, memory, nbytes, remote, this_->keys_.at(key), &parameters);
+        self.key = this_->keys_.at(key);
+        return ucp_put_nbx(this_->route(self.route).endpoint, memory, nbytes, remote, self.key.get(), &parameters);
     });
 }
 
@@ -259,13 +256,14 @@ std::vector<UcxEvent> UcxWorker::drain() {
 }
 
 void UcxWorker::close(double timeout_s) {
+    // A child of a fork has no such thread and nothing of UCX to give back, and nobody there opens the mutex.
+    if (getpid() != process_) {
+        if (thread_.joinable()) thread_.detach();
+        return;
+    }
     const std::lock_guard lock(closing_mutex_);
     if (closed_) return;
     closed_ = true;
-    if (getpid() != process_) {  // a child of a fork has no such thread, and nothing of UCX to give back
-        thread_.detach();
-        return;
-    }
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
     post([this, deadline] {
         progress_until(
@@ -442,10 +440,8 @@ void UcxWorker::ring() {
 
 bool UcxWorker::progress_until(const std::function<bool()> &is_over, Clock::time_point deadline) {
     while (!is_over()) {
-        if (ucp_worker_progress(worker_) == 0) {
-            if (Clock::now() >= deadline) return false;
-            std::this_thread::yield();
-        }
+        if (ucp_worker_progress(worker_) == 0) std::this_thread::yield();
+        if (Clock::now() >= deadline) return false;
     }
     return true;
 }
@@ -467,7 +463,6 @@ void UcxWorker::shut(Clock::time_point deadline) {
         for (void *request : receives) ucp_request_cancel(worker_, request);
         for (const auto &frame : frames_)
             if (frame->request != nullptr) ucp_request_cancel(worker_, frame->request);
-        for (const auto &[number, key] : keys_) ucp_rkey_destroy(key);
         for (const auto &[number, route] : routes_) {
             parameters.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
             parameters.flags = route->watched ? UCP_EP_CLOSE_FLAG_FORCE : 0;
@@ -481,6 +476,8 @@ void UcxWorker::shut(Clock::time_point deadline) {
             deadline);
         for (void *ending : endings) ucp_request_free(ending);
         drop_unread();
+        for (const auto &[number, operation] : operations_) operation->key.reset();
+        keys_.clear();
         for (const auto &[number, region] : regions_) ucp_mem_unmap(context_, region);
         ucp_worker_destroy(worker_);
     }

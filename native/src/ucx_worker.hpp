@@ -13,6 +13,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -68,7 +69,8 @@ private:
     struct Operation;
     struct Frame;
     struct Route;
-    struct Key;
+    // Given back when it is forgotten and no put uses it.
+    using Key = std::shared_ptr<std::remove_pointer_t<ucp_rkey_h>>;
 
     void run();
     bool run_commands();
@@ -117,7 +119,7 @@ private:
     std::unordered_map<Number, std::unique_ptr<Operation>> operations_;
     std::unordered_map<Number, std::unique_ptr<Route>> routes_;
     std::unordered_map<Number, ucp_mem_h> regions_;
-    std::unordered_map<Number, ucp_rkey_h> keys_;
+    std::unordered_map<Number, Key> keys_;
     std::deque<std::unique_ptr<Frame>> frames_;
     std::chrono::microseconds pause_{0};
     bool stopping_ = false;

@@ -6,6 +6,8 @@ import ctypes
 import importlib
 import os
 import select
+import signal
+import threading
 import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -77,6 +79,19 @@ def test_a_put_has_arrived_when_it_is_over(workers: tuple[Worker, Worker], watch
     there.unmap(region)
 
 
+def test_a_put_keeps_a_key_that_is_forgotten(workers: tuple[Worker, Worker]) -> None:
+    there, here = workers
+    memory, source = bytearray(20_000_000), b"\1" * 20_000_000
+    route = here.connect(there.address, watched=False)
+    packed = there.pack(there.map(memory))
+    key = here.unpack(route, packed)
+    number = here.put(route, source, address(memory), key)
+    here.forget_key(key)
+    here.unpack(route, packed)  # where the old one was, if that was given back
+    assert happened(here, 1) == [(FINISHED, number, b"")]
+    assert memory == source
+
+
 def test_messages_find_the_receive_with_their_tag(workers: tuple[Worker, Worker]) -> None:
     there, here = workers
     route = here.connect(there.address, watched=False)
@@ -140,6 +155,23 @@ def test_a_child_of_a_fork_can_end(workers: tuple[Worker, Worker]) -> None:
         for worker in workers:
             worker.close(0.1)
         os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_child_that_was_forked_while_a_worker_closed_can_end(workers: tuple[Worker, Worker]) -> None:
+    there, here = workers
+    unread = bytes(1_000_000)
+    here.send(here.connect(there.address, watched=False), unread, 7)
+    closing = threading.Thread(target=here.close, args=(0.3,))
+    closing.start()
+    closing.join(0.05)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        here.close(0)
+        os._exit(0)
+    closing.join()
     assert os.waitpid(child, 0)[1] == 0
 
 
