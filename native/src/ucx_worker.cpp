@@ -16,7 +16,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr unsigned oldest_major = 1, oldest_minor = 19;
 constexpr int num_frames = 16;  // posted receives
 constexpr auto longest_pause = std::chrono::microseconds(1000);
 constexpr auto shutting = std::chrono::milliseconds(200);
@@ -60,8 +59,7 @@ ucp_context_h open_context(const UcxWorker::Settings &required, const UcxWorker:
     parameters.features = UCP_FEATURE_TAG | UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
     parameters.name = "wbridge";
     ucp_context_h context;
-    // The version that we use, not that of the headers: an older library would warn on standard output.
-    check(ucp_init_version(oldest_major, oldest_minor, &parameters, config, &context), "ucp_init");
+    check(ucp_init(&parameters, config, &context), "ucp_init");
     return context;
 }
 
@@ -259,6 +257,8 @@ void UcxWorker::close(double timeout_s) {
     // A child of a fork has no such thread and nothing of UCX to give back, and nobody there opens the mutex.
     if (getpid() != process_) {
         if (thread_.joinable()) thread_.detach();
+        new auto(std::move(keys_));  // whose ends would call UCX
+        new auto(std::move(operations_));
         return;
     }
     const std::lock_guard lock(closing_mutex_);
