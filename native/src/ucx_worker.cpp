@@ -16,6 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr unsigned oldest_major = 1, oldest_minor = 19;
 constexpr int num_frames = 16;  // posted receives
 constexpr auto longest_pause = std::chrono::microseconds(1000);
 constexpr auto shutting = std::chrono::milliseconds(200);
@@ -59,7 +60,8 @@ ucp_context_h open_context(const UcxWorker::Settings &required, const UcxWorker:
     parameters.features = UCP_FEATURE_TAG | UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
     parameters.name = "wbridge";
     ucp_context_h context;
-    check(ucp_init(&parameters, config, &context), "ucp_init");
+    // The version that we use, not that of the headers: an older library would warn on standard output.
+    check(ucp_init_version(oldest_major, oldest_minor, &parameters, config, &context), "ucp_init");
     return context;
 }
 
