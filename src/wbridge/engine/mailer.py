@@ -70,6 +70,9 @@ class Mailer:
         self._notes, self._note_inbox = anyio.create_memory_object_stream[Flush | SendStopped](math.inf)
 
     def start(self, order: Order) -> None:
+        """From the end of the mailer on, nothing begins: `lost` tells of it, or an error ends the worker."""
+        if self._is_ending:
+            return
         self._running[order] = anyio.CancelScope()
         self._orders.send_nowait(order)
 
@@ -83,8 +86,9 @@ class Mailer:
             scope.cancel()
 
     def follow_up(self, note: Flush | SendStopped) -> None:
-        """Flush, or send a message behind the notifications of all earlier puts."""
-        self._notes.send_nowait(note)
+        """Flush, or send a message behind the notifications of all earlier puts; nothing once it has ended."""
+        if not self._is_ending:
+            self._notes.send_nowait(note)
 
     def stop(self) -> None:
         """The receiver is gone: end every put at once."""

@@ -122,13 +122,13 @@ async def test_a_writer_that_cannot_open_the_slots_says_why_and_keeps_nobody(
         def adopt(self, memory: PeerMemory) -> CpuBuffer:
             return CpuDevice().adopt(memory)
 
-    kinds: list[type[Exception]] = []
+    errors: list[WBridgeError] = []
 
     async def send(sender: wbridge.SenderAdapter) -> None:
         try:
             await sender.send_weights(1)
         except WBridgeError as exc:
-            kinds.append(type(exc))
+            errors.append(exc)
 
     with closing(FarDevice()) as device, closing(Barred()) as barred:
         devices = {"devices": (device, device), "sender_devices": {1: barred}}
@@ -137,4 +137,4 @@ async def test_a_writer_that_cannot_open_the_slots_says_why_and_keeps_nobody(
             tasks.start_soon(gather, *[lambda p=p: p(wait_s=PATIENCE_S) for p in polls])
             await gather(*[lambda s=s: send(s) for s in job.senders])
             tasks.cancel_scope.cancel()
-    assert sorted(kinds, key=str) == [NativeUnavailable, UpdateAborted]
+    assert sorted(map(type, errors), key=str) == [NativeUnavailable, UpdateAborted], errors
