@@ -471,19 +471,34 @@ void UcxWorker::shut(Clock::time_point deadline) {
             if (const auto ending = ucp_ep_close_nbx(route->endpoint, &parameters); UCS_PTR_IS_PTR(ending))
                 endings.push_back(ending);
         }
-        progress_until(
+        const bool is_over = progress_until(
             [&] {
-                return std::all_of(endings.begin(), endings.end(), [](void *ending) { return ucp_request_check_status(ending) != UCS_INPROGRESS; });
+                return operations_.empty() &&
+                       std::all_of(frames_.begin(), frames_.end(), [](const auto &frame) { return frame->request == nullptr; }) &&
+                       std::all_of(endings.begin(), endings.end(), [](void *ending) { return ucp_request_check_status(ending) != UCS_INPROGRESS; });
             },
             deadline);
         for (void *ending : endings) ucp_request_free(ending);
+        if (!is_over) return keep();
         drop_unread();
-        for (const auto &[number, operation] : operations_) operation->key.reset();
         keys_.clear();
         for (const auto &[number, region] : regions_) ucp_mem_unmap(context_, region);
         ucp_worker_destroy(worker_);
     }
     if (context_ != nullptr) ucp_cleanup(context_);
+    forget();
+}
+
+// UCX would use what it still holds while its worker is destroyed: all of that stays until the process ends.
+void UcxWorker::keep() {
+    new auto(std::move(keys_));
+    new auto(std::move(operations_));
+    new auto(std::move(frames_));
+    new auto(std::move(routes_));
+    forget();
+}
+
+void UcxWorker::forget() {
     if (kick_ >= 0) ::close(kick_);
     if (bell_ >= 0) ::close(bell_);
     worker_ = nullptr;

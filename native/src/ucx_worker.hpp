@@ -89,6 +89,8 @@ private:
     void ring();
     bool progress_until(const std::function<bool()> &is_over, std::chrono::steady_clock::time_point deadline);
     void shut(std::chrono::steady_clock::time_point deadline);
+    void keep();
+    void forget();
     void drop_unread();
     Route &route(Number number);
 
