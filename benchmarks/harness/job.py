@@ -35,8 +35,9 @@ class Settings:
     """A trainer's step before each send."""
     settle_s: float = 0.4
     """From an applied update to the trainer's bare copy; the rollouts make theirs in the middle."""
-    step_s: float = 0.01
-    """A rollout's step between two polls."""
+    step_s: float = 0.1
+    """A rollout's step between two polls. The engines' steps end in turn, as those of independent engines
+    do: workers that share a few cores would else all copy at once, which no fleet of theirs does."""
     nap_s: float = 0.0
     """How long the last engine sleeps after each update."""
     config: Mapping[str, object] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def follow(
     nap_s = settings.nap_s if report.engine == settings.num_engines - 1 else 0.0
     step, copy_step, asked_s = 0, -1, 0.0
     while True:
-        time.sleep(settings.step_s)
+        compute(settings, report.engine)
         if leaves(report, step, channels):
             return
         if step == copy_step:
@@ -56,6 +56,12 @@ def follow(
             time.sleep(nap_s)
         report.steps.append((cost.end_s, -1 if receiver.version is None else receiver.version))
         step += 1
+
+
+def compute(settings: Settings, engine: int) -> None:
+    """Sleep until the end of this engine's step, which no other engine's step ends at."""
+    phase_s = settings.step_s * engine / settings.num_engines
+    time.sleep(settings.step_s - (time.monotonic() - phase_s) % settings.step_s)
 
 
 def leaves(report: RolloutReport, step: int, channels: Channels) -> bool:
