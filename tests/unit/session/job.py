@@ -15,6 +15,7 @@ import wbridge
 import wbridge.sync
 from tests.models.toy import Rollout, Trainer
 from wbridge.device.base import Device
+from wbridge.errors import PeerLost, UpdateAborted
 
 T = TypeVar("T")
 
@@ -72,6 +73,17 @@ async def gather(*calls: Callable[[], Awaitable[T]]) -> list[T]:
         for index, call in enumerate(calls):
             tasks.start_soon(run, index, call)
     return [results[index] for index in range(len(calls))]
+
+
+async def poll_until_lost(receiver: wbridge.ReceiverAdapter) -> PeerLost:
+    """Poll until the engine is known to be broken; that the version is void may be known earlier."""
+    while True:
+        try:
+            await receiver.poll_requests(wait_s=PATIENCE_S)
+        except UpdateAborted:
+            continue
+        except PeerLost as exc:
+            return exc
 
 
 class Job:

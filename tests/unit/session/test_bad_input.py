@@ -234,6 +234,7 @@ async def test_c33_c34_c35_a_destination_that_moved_is_refused(case: str, tmp_pa
 
         async def let_go() -> None:
             while not released:
+                await anyio.sleep(0.001)
                 assert await job.receivers[0].poll_requests() is None
 
         await gather(refuse, let_go)

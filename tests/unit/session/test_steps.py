@@ -83,6 +83,7 @@ async def test_a_refusal_releases_the_whole_engine_on_its_old_version(tmp_path: 
 
         async def let_go() -> None:
             while hooks[0].calls[-1] is not None:
+                await anyio.sleep(0.001)
                 assert await job.receivers[0].poll_requests() is None
 
         await gather(refuse, let_go)
