@@ -140,7 +140,7 @@ def test_c67_a_send_that_waits_for_a_slow_engine_can_be_interrupted(tmp_path: Pa
         job.begin()
         observer.hear("passed")
         os.kill(job["trainer-0"].pid, signal.SIGINT)
-        time.sleep(0.5)  # or the version lands before the trainer has noticed
+        time.sleep(2.0)  # or the version lands before the trainer has noticed
         os.kill(job["leader"].pid, signal.SIGCONT)
         job["trainer-0"].hear("interrupted")
         answer = job["trainer-1"].hear("failed", "sent")
