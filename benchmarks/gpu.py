@@ -143,8 +143,8 @@ def measure_gpu_copies(device: str) -> list[Row]:
         ]
         figures = {name: value for name, value in found.items() if isinstance(value, float) and name != "bar"}
         print(f"{case:60} {figures} {verdict}".rstrip(), flush=True)
-        for name, value in {**figures, "nbytes": found["nbytes"], "launches": found["launches"]}.items():
-            unit = {"nbytes": "B", "ratio": "ratio", "launches": "count"}.get(name, unit_of(name))
+        for name, value in {**figures, "nbytes": found["nbytes"]}.items():
+            unit = {"nbytes": "B", "ratio": "ratio"}.get(name, unit_of(name))
             rows.append({"benchmark": "gpu", "case": case, "metric": name, "value": value, "unit": unit})
     return rows
 

@@ -4,8 +4,8 @@
 
 The lower bound is a plain copy that moves the same bytes between the same kinds of memory, in the same round.
 Of a cast it is half of what is read and written. `ratio` is the kernel's speed over the plain copy's;
-`bar` is what it must reach. `submit_us` is what a run costs the submitting thread, `launches` what it starts
-on the GPU, if the profiler works there. Times are from CUDA events, medians of some rounds.
+`bar` is what it must reach. `submit_us` is what a run costs the submitting thread. Times are from CUDA events,
+medians of some rounds.
 """
 
 from __future__ import annotations
@@ -164,7 +164,6 @@ def measure(shape: Shape, index: int, *, into_slot: bool, kind: MemoryKind) -> R
         "bar": shape.bar if kind == "device" else None,
         "ok": None if shape.bar is None or kind != "device" else ratio >= shape.bar,
         "submit_us": round(submit_us(table, buffer), 1),
-        "launches": num_launches(works["kernel"]),
     }
 
 
@@ -197,18 +196,9 @@ def submit_us(table: Table, buffer: object) -> float:
     return statistics.median(times) * 1e6
 
 
-def num_launches(work: Callable[[], object]) -> int | None:
-    """Kernels and copies that one run starts on the GPU; None where the profiler sees nothing."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work()
-        torch.cuda.synchronize()
-    on_gpu = [event for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
-    return len(on_gpu) or None
-
-
 def print_results(results: list[Result]) -> None:
     names = ("shape", "direction", "slot", "plain_gb_s", "kernel_gb_s", "torch_gb_s", "ratio", "bar", "ok",
-             "submit_us", "launches")  # fmt: skip
+             "submit_us")  # fmt: skip
     rows = [names, *(tuple(str(result[name]) for name in names) for result in results)]
     widths = [max(len(row[k]) for row in rows) for k in range(len(names))]
     for row in rows:

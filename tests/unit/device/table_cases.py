@@ -26,10 +26,12 @@ Case = tuple[bool, list[Row], int]
 
 
 def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bits but those of a NaN, which casts of torch itself turn into one or another."""
+    """Any bits but those of a NaN, which casts of torch itself turn into one or another, and of a bool that
+    is neither 0 nor 1, which torch makes one of them on a GPU."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2**63 - 1, (-(-numel * dtype.itemsize // 8),), generator=generator)
-    return (bits.view(torch.uint8)[: numel * dtype.itemsize] & 0xBF).view(dtype)
+    mask = 1 if dtype is torch.bool else 0xBF
+    return (bits.view(torch.uint8)[: numel * dtype.itemsize] & mask).view(dtype)
 
 
 @st.composite

@@ -66,7 +66,7 @@ class KernelTable:
         with torch.cuda.device(self._index):
             self._core.Device(self._index).set_current()  # torch alone leaves a new thread without a context
             self._core.launch(
-                _Stream(stream.cuda_stream), config, self._kernel,
+                self._core.Stream.from_handle(stream.cuda_stream), config, self._kernel,
                 *self._addresses, self._num_tiles, address, int(self._into_slot),
             )  # fmt: skip
 
@@ -93,13 +93,3 @@ class KernelTable:
         if self._twin is None:
             self._twin = TorchTable(self._rows, into_slot=self._into_slot)
         self._twin.run(buffer, base)
-
-
-class _Stream:
-    """A stream as cuda.core takes it, of any version of torch."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
