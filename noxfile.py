@@ -84,6 +84,12 @@ def bench(session: nox.Session) -> None:
     run(session, "-m", "benchmarks", *session.posargs)
 
 
+@nox.session
+def lab(session: nox.Session) -> None:
+    """Measure updates between rate-limited hosts, as root: `nox -s lab -- [--json PATH] [its arguments]`."""
+    run(session, "-m", "benchmarks", "lab", *session.posargs)
+
+
 @nox.session(venv_backend="virtualenv")
 def minimal(session: nox.Session) -> None:
     """Install without extras or a compiler: what is missing says how to get it, and loopback runs."""

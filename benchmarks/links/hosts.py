@@ -17,10 +17,16 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 NEW_NETWORK = 0x40000000
 """`CLONE_NEWNET`."""
 TOOLS = ("ip", "tc")
+INTERFACE = "eth0"
+"""Of every host, beside loopback."""
+HEADER_NBYTES = 66
+"""Ethernet, IPv4, and TCP with timestamps, of each packet that the kernel counts."""
 MIN_BURST_NBYTES = 32 * 1024
 BURST_S = 0.005
 """A bucket smaller than what passes between two ticks of the kernel would cost part of the rate."""
@@ -60,10 +66,46 @@ class Host:
             os.environ.setdefault(name, value)
         _move_into(self.path)
 
+    def count(self) -> Counters:
+        """What the kernel has counted on all interfaces of the host, to be called where it was opened."""
+        found: list[str] = []
+
+        def inside() -> None:
+            _move_into(self.path)
+            found.extend(Path("/proc/thread-self/net/dev").read_text().splitlines()[2:])
+
+        _in_thread(inside)
+        devices = [[int(word) for word in line.partition(":")[2].split()] for line in found]
+        return Counters(*(sum(device[column] for device in devices) for column in (0, 1, 8, 9)))
+
+
+class Counters(NamedTuple):
+    """Bytes and packets of a host since it was opened."""
+
+    received_nbytes: int
+    received_packets: int
+    sent_nbytes: int
+    sent_packets: int
+
+    def since(self, earlier: Counters) -> Counters:
+        return Counters(*(now - then for now, then in zip(self, earlier, strict=True)))
+
+    @property
+    def received_payload_nbytes(self) -> int:
+        return self.received_nbytes - HEADER_NBYTES * self.received_packets
+
+    @property
+    def sent_payload_nbytes(self) -> int:
+        return self.sent_nbytes - HEADER_NBYTES * self.sent_packets
+
 
 @contextlib.contextmanager
-def open_hosts(names: Sequence[str], *, mbit: float) -> Iterator[dict[str, Host]]:
+def open_hosts(
+    names: Sequence[str], *, mbit: float, min_burst_nbytes: int = MIN_BURST_NBYTES
+) -> Iterator[dict[str, Host]]:
     """Open a host for each name; what each sends, and what each receives, is limited to `mbit`.
+
+    `min_burst_nbytes` may pass at once after a pause.
 
     Raises:
         OSError: this machine does not allow it; `why_not` tells beforehand.
@@ -76,19 +118,21 @@ def open_hosts(names: Sequence[str], *, mbit: float) -> Iterator[dict[str, Host]
         for index, name in enumerate(names):
             host = stack.enter_context(contextlib.closing(_Namespace()))
             address, port = f"10.77.0.{index + 1}", f"port{index}"
-            switch.run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.path)
+            switch.run(
+                "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.path
+            )
             switch.run("ip", "link", "set", port, "master", "switch", "up")
-            switch.run(*_limit(port, mbit))
-            host.run("ip", "address", "add", f"{address}/24", "dev", "eth0")
-            host.run("ip", "link", "set", "eth0", "up")
+            switch.run(*_limit(port, mbit, min_burst_nbytes))
+            host.run("ip", "address", "add", f"{address}/24", "dev", INTERFACE)
+            host.run("ip", "link", "set", INTERFACE, "up")
             host.run("ip", "link", "set", "lo", "up")
-            host.run(*_limit("eth0", mbit))
+            host.run(*_limit(INTERFACE, mbit, min_burst_nbytes))
             hosts[name] = Host(name, address, host.path)
         yield hosts
 
 
-def _limit(device: str, mbit: float) -> tuple[str, ...]:
-    burst = max(MIN_BURST_NBYTES, int(mbit * 1e6 / 8 * BURST_S))
+def _limit(device: str, mbit: float, min_burst_nbytes: int = MIN_BURST_NBYTES) -> tuple[str, ...]:
+    burst = max(min_burst_nbytes, int(mbit * 1e6 / 8 * BURST_S))
     rate = ("rate", f"{mbit}mbit", "burst", str(burst), "latency", "50ms")
     return ("tc", "qdisc", "add", "dev", device, "root", "tbf", *rate)
 

@@ -22,10 +22,11 @@ from typing import Any
 
 from benchmarks.systems.launch import Launcher, Processes, WorkerFailed
 from benchmarks.systems.worker import IDLE_S, Timing
-from benchmarks.systems.workloads import Workload
+from benchmarks.systems.workloads import Workload, workload_of
 
 WITHOUT_MEMCPY = ("tiny", "idle")
 SETTLE_S = {"tiny": 0.005}
+DEFAULT_SETTLE_S = 0.02
 MAX_DIFFERENCE = 0.2
 NUM_TRIES = 3
 """At most so many updates for each that counts."""
@@ -52,10 +53,17 @@ def main() -> None:
 
 def measure(system: str, case: str, num_updates: int, options: dict[str, str], keep_noisy: bool) -> Cell:
     module = importlib.import_module(f"benchmarks.systems.{system}")
+    workload = workload_of(case)
     begin_s = time.monotonic()
-    launcher = getattr(module, "Launcher", Processes)(system, case, options, Workload(case).job)
+    launcher = getattr(module, "Launcher", Processes)(system, workload, options)
     launch_s = time.monotonic() - begin_s
-    run = Run(launcher, case, takes_tokens=getattr(module, "TAKES_TOKENS", False))
+    run = Run(
+        launcher,
+        workload,
+        takes_tokens=getattr(module, "TAKES_TOKENS", False),
+        has_memcpy=case not in WITHOUT_MEMCPY,
+        settle_s=SETTLE_S.get(case, DEFAULT_SETTLE_S),
+    )
     try:
         begin_s = time.monotonic()
         run.everywhere("setup")
@@ -79,9 +87,17 @@ def measure(system: str, case: str, num_updates: int, options: dict[str, str], k
 class Run:
     """A launched system: its updates, one after the other."""
 
-    def __init__(self, launcher: Launcher, case: str, *, takes_tokens: bool) -> None:
-        workload = Workload(case)
-        self._launcher, self._case, self._takes_tokens = launcher, case, takes_tokens
+    def __init__(
+        self,
+        launcher: Launcher,
+        workload: Workload,
+        *,
+        takes_tokens: bool = False,
+        has_memcpy: bool = False,
+        settle_s: float = DEFAULT_SETTLE_S,
+    ) -> None:
+        self._launcher, self._takes_tokens = launcher, takes_tokens
+        self._has_memcpy, self._settle_s = has_memcpy, settle_s
         self.nbytes = workload.nbytes
         self._trainers = range(workload.job.num_trainers)
         self._rollouts = range(len(self._trainers), len(self._trainers) + workload.job.num_rollouts)
@@ -110,7 +126,13 @@ class Run:
                 num_discarded += 1
         return {"nbytes": self.nbytes, "updates": kept, "num_discarded": num_discarded}
 
-    def update(self, version: int, *, before_push: Callable[[], None] | None = None) -> dict[str, float]:
+    def update(
+        self,
+        version: int,
+        *,
+        before_push: Callable[[], None] | None = None,
+        after_pull: Callable[[], None] | None = None,
+    ) -> dict[str, float]:
         self.everywhere("fill", version)
         before_s = self._memcpy()
         if self._takes_tokens:
@@ -118,10 +140,12 @@ class Run:
             pulled = self._pull(version, [timing.result for timing in pushed])()
         else:
             waiting = self._pull(version)
-            time.sleep(SETTLE_S.get(self._case, 0.02))
+            time.sleep(self._settle_s)
             if before_push:
                 before_push()
             pushed, pulled = self._pushed(version), waiting()
+        if after_pull:
+            after_pull()
         after_s = self._memcpy()
         wrong = [name for names in self.everywhere("wrong", version) for name in names]
         if wrong:
@@ -178,7 +202,7 @@ class Run:
             print(f"close: {str(exc)[-300:]}", file=sys.stderr)
 
     def _memcpy(self) -> float:
-        if self._case in WITHOUT_MEMCPY:
+        if not self._has_memcpy:
             return 0.0
         (taken_s,) = self._launcher.call([0], "memcpy")()
         return float(taken_s)

@@ -1,4 +1,4 @@
-"""torch.distributed with gloo over loopback TCP. Options: `broadcast`; else exactly what is needed is sent.
+"""torch.distributed with gloo over TCP. Options: `broadcast`; else exactly what is needed is sent.
 
 With `broadcast`, as frameworks do it: trainers gather each whole tensor, the first broadcasts it to all
 rollouts, which load their part from a buffer. The buffers are kept, as a GPU's caching allocator keeps them.
@@ -11,7 +11,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from benchmarks.systems.worker import Context
+from benchmarks.links.hosts import INTERFACE
+from benchmarks.systems.worker import LOOPBACK, Context
 from benchmarks.systems.workloads import Tensor, owned
 
 BUCKET_NBYTES = 512 * 2**20
@@ -24,12 +25,12 @@ class System:
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
 
     def setup(self) -> None:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         context, job = self._context, self._context.workload.job
-        port = context.exchange(FIRST_PORT + os.getpid() % NUM_PORTS)[0]
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if context.address == LOOPBACK else INTERFACE
+        address, port = context.exchange((context.address, FIRST_PORT + os.getpid() % NUM_PORTS))[0]
         rank = context.rank + (0 if context.is_trainer else job.num_trainers)
         size = job.num_trainers + job.num_rollouts
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=size)
         self._trainers = dist.new_group(list(range(job.num_trainers)))
         self._outwards = dist.new_group([0, *range(job.num_trainers, size)])
         self._staged = [

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from benchmarks.systems.worker import Worker
-from benchmarks.systems.workloads import Job
+from benchmarks.links.hosts import Host
+from benchmarks.systems.worker import LIBC, LOOPBACK, Worker
+from benchmarks.systems.workloads import Job, Workload
 
 STOP_TIMEOUT_S = 5.0
+END_WITH_PARENT = 1
+"""`PR_SET_PDEATHSIG`."""
 Call = tuple[str, tuple[Any, ...]]
 
 
@@ -33,15 +38,19 @@ class Launcher(Protocol):
 class Processes:
     """Spawned processes of this interpreter."""
 
-    def __init__(self, system: str, case: str, options: dict[str, str], job: Job) -> None:
+    def __init__(
+        self, system: str, workload: Workload, options: dict[str, str], hosts: Sequence[Host] = ()
+    ) -> None:
+        """`hosts` has the one of each worker; empty: all live on this one."""
         context = multiprocessing.get_context("spawn")
         self._calls: list[Connection] = []
         self._exchanges: list[Connection] = []
         self._processes = []
-        for role, rank in roles(job):
+        for index, (role, rank) in enumerate(roles(workload.job)):
             ours, theirs = context.Pipe()
             our_exchange, their_exchange = context.Pipe()
-            arguments = (theirs, their_exchange, system, case, options, role, rank)
+            host = hosts[index] if hosts else None
+            arguments = (host, theirs, their_exchange, system, workload, options, role, rank)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -60,8 +69,9 @@ class Processes:
     def stop(self) -> None:
         for connection in self._calls:
             connection.close()
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes:
-            process.join(STOP_TIMEOUT_S)
+            process.join(max(0.0, deadline_s - time.monotonic()))
             if process.is_alive():
                 process.kill()
 
@@ -88,7 +98,11 @@ def roles(job: Job) -> list[tuple[str, int]]:
     return trainers + [("rollout", rank) for rank in range(job.num_rollouts)]
 
 
-def _serve(calls: Connection, exchanges: Connection, *arguments: Any) -> None:
+def _serve(host: Host | None, calls: Connection, exchanges: Connection, *arguments: Any) -> None:
+    LIBC.prctl(END_WITH_PARENT, signal.SIGKILL)
+    if host:
+        host.enter()
+
     def exchange(value: Any) -> list[Any]:
         exchanges.send(value)
         found: list[Any] = exchanges.recv()
@@ -103,7 +117,8 @@ def _serve(calls: Connection, exchanges: Connection, *arguments: Any) -> None:
         calls.send((True, result if not isinstance(result, Worker) else None))
         return result
 
-    worker = answer(lambda: Worker(*arguments, exchange=exchange))
+    address = host.address if host else LOOPBACK
+    worker = answer(lambda: Worker(*arguments, exchange=exchange, address=address))
     while worker is not None:
         try:
             method, values = calls.recv()

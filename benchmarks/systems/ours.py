@@ -1,4 +1,6 @@
-"""This package. Options: `shared` (parameters that writers reach), `transport`, `idle` (one long poll)."""
+"""This package. Options: `shared` (parameters that writers reach), `idle` (one long poll), `rendezvous`, and
+settings by their names: `transport`, `mode`, `slot_nbytes`, `num_slots`.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,7 @@ class System:
             wbridge.share_memory(context.parameters.values())
         directory = Path(tempfile.gettempdir())
         rendezvous = context.exchange(f"file://{directory}/wbridge-peers-{os.getpid()}")[0]
+        rendezvous = self._options.get("rendezvous", rendezvous)
         described = {"worker": self._worker(), "checkpoint": self._checkpoint()}
         described |= {"parameters": context.parameters, "load_weights": self._load}
         if context.is_trainer:
@@ -77,11 +80,10 @@ class System:
     def _config(self) -> dict[str, object]:
         job = self._context.workload.job
         num_engines = job.num_rollouts // job.rollout_parallel
-        return {
-            "mode": "sync",
-            "num_engines": num_engines,
-            "transport": self._options.get("transport", "auto"),
-        }
+        found: dict[str, object] = {"mode": "sync", "num_engines": num_engines, "transport": "auto"}
+        found |= {name: self._options[name] for name in ("transport", "mode") if name in self._options}
+        counts = ("slot_nbytes", "num_slots", "copy_threads")
+        return found | {name: int(self._options[name]) for name in counts if name in self._options}
 
     def _worker(self) -> wbridge.WorkerId:
         job, rank = self._context.workload.job, self._context.rank

@@ -30,6 +30,10 @@ class Ends:
         tensors = [*self._context.parameters.values(), *(buffer for _, buffer in self.staged)]
         return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
+    def gather(self) -> None:
+        for part, buffer in self.staged:
+            buffer.copy_(part)
+
     def scatter(self) -> None:
         for part, buffer in self.staged:
             part.copy_(buffer)

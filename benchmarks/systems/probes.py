@@ -1,7 +1,7 @@
 """Plain code, no products: one copy through shared memory by `threads` threads, or one raw socket stream.
 
 `threads`: rollout parameters lie in memory that the trainers map, and trainers copy into them: nothing is
-staged. `socket`: a stream of loopback TCP per pair, received into the parameters.
+staged. `socket`: a stream of TCP per pair, received into the parameters.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class CopyWay:
 
 
 class SocketWay:
-    """Trainers send the contiguous ends of their moves, rollouts receive them where they belong."""
+    """Trainers send their ends of the moves, rollouts receive them where they belong; strided ones staged."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -124,7 +124,7 @@ class SocketWay:
 
     def setup(self) -> None:
         context, job = self._context, self._context.workload.job
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server((context.address, 0))
         addresses = context.exchange(listener.getsockname())[job.num_trainers :]
         self._sockets: dict[int, socket.socket] = {}
         for partner in range(job.num_rollouts if context.is_trainer else job.num_trainers):
@@ -149,6 +149,7 @@ class SocketWay:
             _transfer(connection.sendmsg, self._views[partner])
             connection.recv(1)
 
+        self._ends.gather()
         list(self._pool.map(send, self._views))
 
     def pull(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.systems.environments import ROOT
 from benchmarks.systems.launch import WorkerFailed, roles
 from benchmarks.systems.worker import Context, Worker
-from benchmarks.systems.workloads import Job
+from benchmarks.systems.workloads import Workload
 
 TAKES_TOKENS = True
 STORE_NBYTES = 9 * 2**30
@@ -47,7 +47,7 @@ class System:
 class Launcher:
     """A cluster of this host alone, with one actor per worker."""
 
-    def __init__(self, system: str, case: str, options: dict[str, str], job: Job) -> None:
+    def __init__(self, system: str, workload: Workload, options: dict[str, str]) -> None:
         warnings.filterwarnings("ignore")  # torch warns that arrays of the store are read-only
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         ray.init(
@@ -61,7 +61,9 @@ class Launcher:
             runtime_env={"env_vars": environment},
         )
         actor = ray.remote(num_cpus=1)(Worker)
-        self._actors = [actor.remote(system, case, options, role, rank) for role, rank in roles(job)]
+        self._actors = [
+            actor.remote(system, workload, options, role, rank) for role, rank in roles(workload.job)
+        ]
         self.call(range(len(self._actors)), "pid")()
 
     def call(self, indices: Sequence[int], method: str, *arguments: Any) -> Callable[[], list[Any]]:

@@ -20,7 +20,7 @@ from monarch.actor import Actor, this_host
 
 from benchmarks.systems.launch import WorkerFailed, roles
 from benchmarks.systems.worker import Context, Timing, Worker
-from benchmarks.systems.workloads import Job, Parameters
+from benchmarks.systems.workloads import Job, Parameters, Workload
 
 endpoint = monarch.actor.endpoint
 
@@ -100,9 +100,9 @@ class WorkerActor(Actor):
 class Launcher:
     """One actor process per worker, beside torchstore's own volume."""
 
-    def __init__(self, system: str, case: str, options: dict[str, str], job: Job) -> None:
+    def __init__(self, system: str, workload: Workload, options: dict[str, str]) -> None:
         self._loop = asyncio.new_event_loop()
-        self._loop.run_until_complete(self._start(system, case, options, job))
+        self._loop.run_until_complete(self._start(system, workload, options))
 
     def call(self, indices: Sequence[int], method: str, *arguments: Any) -> Callable[[], list[Any]]:
         async def run() -> list[Any]:
@@ -125,10 +125,10 @@ class Launcher:
         except Exception as exc:  # the process ends after this
             print(f"shutdown: {str(exc)[:200]}", file=sys.stderr)
 
-    async def _start(self, system: str, case: str, options: dict[str, str], job: Job) -> None:
+    async def _start(self, system: str, workload: Workload, options: dict[str, str]) -> None:
         await torchstore.initialize()
         self._actors: list[Any] = []
-        for role, rank in roles(job):
+        for role, rank in roles(workload.job):
             processes = this_host().spawn_procs(per_host={"gpus": 1})
-            actor = processes.spawn(f"{role}{rank}", WorkerActor, system, case, options, role, rank)
+            actor = processes.spawn(f"{role}{rank}", WorkerActor, system, workload, options, role, rank)
             self._actors.append(actor)

@@ -22,6 +22,7 @@ import torch
 from benchmarks.systems.workloads import Move, Parameters, Shape, Workload, fill_trainer, wrong_parts
 
 MEMCPY_NBYTES = 10**9
+LOOPBACK = "127.0.0.1"
 IDLE_S = 30.0
 """How long a waiting process is watched."""
 LIBC = ctypes.CDLL(None)
@@ -38,6 +39,8 @@ class Context:
     options: dict[str, str]
     exchange: Callable[[Any], list[Any]]
     """Give a value, get those of all workers: trainers first. For addresses, before the first update."""
+    address: str = LOOPBACK
+    """Where workers on other hosts reach this one."""
     parameters: Parameters = field(default_factory=dict)
 
     @property
@@ -75,11 +78,18 @@ class Worker:
     """
 
     def __init__(
-        self, system: str, case: str, options: dict[str, str], role: str, rank: int, exchange: Any = None
+        self,
+        system: str,
+        workload: Workload,
+        options: dict[str, str],
+        role: str,
+        rank: int,
+        exchange: Any = None,
+        address: str = LOOPBACK,
     ) -> None:
         torch.set_num_threads(1)
         self._calls = CallCounter() if options.get("count_calls") else None
-        self._context = Context(Workload(case), role, rank, options, exchange)
+        self._context = Context(workload, role, rank, options, exchange, address)
         self._system = importlib.import_module(f"benchmarks.systems.{system}").System(self._context)
         allocate = getattr(self._system, "allocate", _zeros)
         shapes = self._context.workload.shapes(role)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,11 +94,11 @@ FUSED = {
 
 
 class Workload:
-    """One case: who holds what, and what goes where."""
+    """Who holds what, and what goes where."""
 
-    def __init__(self, case: str) -> None:
-        self.job = JOBS.get(case, Job())
-        self.tensors = {"w3": small_tensors, "tiny": tiny, "idle": tiny}.get(case, qwen3)()
+    def __init__(self, job: Job, tensors: Sequence[Tensor]) -> None:
+        self.job = job
+        self.tensors = tensors
         self.index = {tensor.name: index for index, tensor in enumerate(self.tensors)}
         self.trainer_shapes = {t.name: shard(t, self.job.trainer_parallel) for t in self.tensors}
         self.rollout_shapes: dict[str, Shape] = {}
@@ -142,25 +142,35 @@ class Workload:
                     yield Move(trainer, tensor.name, box.within(held), rollout, name, target, tensor, box)
 
 
+def workload_of(case: str) -> Workload:
+    """The workload of a case of the benchmark beside peers."""
+    tensors = {"w3": small_tensors, "tiny": tiny, "idle": tiny}.get(case, qwen3)()
+    return Workload(JOBS.get(case, Job()), tensors)
+
+
 def qwen3() -> list[Tensor]:
     """Qwen3-0.6B: 1.19 GB in 310 tensors."""
-    found = [Tensor("model.embed_tokens.weight", (151936, 1024), 0)]
-    for k in range(28):
-        shapes: list[tuple[str, Shape, int | None]] = [
-            ("input_layernorm", (1024,), None),
-            ("self_attn.q_proj", (2048, 1024), 0),
-            ("self_attn.k_proj", (1024, 1024), 0),
-            ("self_attn.v_proj", (1024, 1024), 0),
-            ("self_attn.o_proj", (1024, 2048), 1),
-            ("self_attn.q_norm", (128,), None),
-            ("self_attn.k_norm", (128,), None),
-            ("post_attention_layernorm", (1024,), None),
-            ("mlp.gate_proj", (3072, 1024), 0),
-            ("mlp.up_proj", (3072, 1024), 0),
-            ("mlp.down_proj", (1024, 3072), 1),
-        ]
-        found += [Tensor(f"model.layers.{k}.{name}.weight", shape, split) for name, shape, split in shapes]
-    return [*found, Tensor("model.norm.weight", (1024,), None)]
+    layers = [tensor for k in range(28) for tensor in qwen3_layer(k)]
+    ends = Tensor("model.embed_tokens.weight", (151936, 1024), 0), Tensor("model.norm.weight", (1024,), None)
+    return [ends[0], *layers, ends[1]]
+
+
+def qwen3_layer(k: int, hidden: int = 1024) -> list[Tensor]:
+    """One layer: 31 MB at a hidden size of 1024, and with it every matrix smaller by the square."""
+    shapes: list[tuple[str, Shape, int | None]] = [
+        ("input_layernorm", (hidden,), None),
+        ("self_attn.q_proj", (2 * hidden, hidden), 0),
+        ("self_attn.k_proj", (hidden, hidden), 0),
+        ("self_attn.v_proj", (hidden, hidden), 0),
+        ("self_attn.o_proj", (hidden, 2 * hidden), 1),
+        ("self_attn.q_norm", (128,), None),
+        ("self_attn.k_norm", (128,), None),
+        ("post_attention_layernorm", (hidden,), None),
+        ("mlp.gate_proj", (3 * hidden, hidden), 0),
+        ("mlp.up_proj", (3 * hidden, hidden), 0),
+        ("mlp.down_proj", (hidden, 3 * hidden), 1),
+    ]
+    return [Tensor(f"model.layers.{k}.{name}.weight", shape, split) for name, shape, split in shapes]
 
 
 def small_tensors() -> list[Tensor]:

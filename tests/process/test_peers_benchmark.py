@@ -10,7 +10,7 @@ import pytest
 from benchmarks.systems.catalogue import CASES, OURS, RAW_SOCKET, entries
 from benchmarks.systems.chart import chart_of
 from benchmarks.systems.results import Result, rows_of, verdicts
-from benchmarks.systems.workloads import Workload
+from benchmarks.systems.workloads import workload_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_tiny_updates_are_measured_and_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["w1", "w2rep", "w2tp", "w3", "tiny"])
 def test_every_element_of_a_rollout_is_moved_once(case: str) -> None:
-    workload = Workload(case)
+    workload = workload_of(case)
     wanted = sum(2 * _numel(shape) for shape in workload.rollout_shapes.values()) * workload.job.num_rollouts
     assert workload.nbytes == wanted
     boxes = {(move.rollout, move.target, move.target_box) for move in workload.moves}
