@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wbridge import __version__
-from wbridge.cli import advise, config, coordinator, doctor, status
+from wbridge.cli import advise, config, coordinator, doctor, plan, status
 from wbridge.errors import WBridgeError
 
 
@@ -51,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(command)
     command.set_defaults(run=advise.run)
 
+    command = commands.add_parser("plan", help="say what a plan moves, why, and what another would change")
+    for verb in plan.add_commands(command):
+        _add_settings(verb)
+
     command = commands.add_parser(
         "doctor", help="say what works on this machine, and what to do about the rest"
     )
@@ -72,3 +76,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="one setting; the value is written as in TOML, and text needs no quotes",
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

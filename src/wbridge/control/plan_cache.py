@@ -30,8 +30,7 @@ class PlanCache:
         except OSError as exc:
             _log.debug("a plan in the cache is not readable", extra={"digest": digest, "error": str(exc)})
             return None
-        checksum, data = stored[:32], stored[32:]
-        return data if hashlib.sha256(data).digest() == checksum else None
+        return unsealed(stored)
 
     def store(self, digest: str, data: bytes) -> None:
         """Write atomically; a directory that cannot be written only costs the cache."""
@@ -42,7 +41,7 @@ class PlanCache:
             handle, name = tempfile.mkstemp(dir=self._directory, prefix=".partial-")
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(data).digest() + data)
+                    file.write(sealed(data))
                 os.replace(name, self._path(self._directory, digest))
             except OSError:  # a full disk is not filled further
                 os.unlink(name)
@@ -55,6 +54,17 @@ class PlanCache:
     @staticmethod
     def _path(directory: Path, digest: str) -> Path:
         return directory / f"{digest}.plan"
+
+
+def sealed(data: bytes) -> bytes:
+    """Return the content of a file that holds `data`, with its checksum first."""
+    return hashlib.sha256(data).digest() + data
+
+
+def unsealed(stored: bytes) -> bytes | None:
+    """Return what `sealed` took; None if the file is damaged."""
+    checksum, data = stored[:32], stored[32:]
+    return data if hashlib.sha256(data).digest() == checksum else None
 
 
 def digest_of(*inputs: object) -> str:

@@ -14,7 +14,7 @@ from wbridge.control.auth import wbridge_version
 from wbridge.control.codec import MAX_FRAME_NBYTES
 from wbridge.control.membership import Joined, Member
 from wbridge.control.messages import EpochStart, Peer
-from wbridge.control.plan_cache import PlanCache, digest_of
+from wbridge.control.plan_cache import PlanCache, digest_of, sealed, unsealed
 from wbridge.errors import InternalError, PlanError, ProtocolError
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.build import plan_tables
@@ -60,9 +60,9 @@ def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str]
     members = sorted((worker, joined.digest, hosts[worker]) for worker, joined in maps.items())
     form = wbridge_version(), msgspec.json.schema(Plan)  # another release may plan or store differently
     cache, digest = PlanCache(config.cache_dir), digest_of(form, members, config.include, config.slot_nbytes)
-    if (stored := cache.load(digest)) is not None:
+    if (known := cache.load(digest)) is not None:
         try:
-            return msgspec.msgpack.decode(stored, type=Planned)
+            return msgspec.msgpack.decode(known, type=Planned)
         except msgspec.MsgspecError as exc:
             _log.debug("a plan in the cache is foreign", extra={"digest": digest, "error": str(exc)})
     plan = plan_tables({worker: joined.table for worker, joined in maps.items()}, hosts, config)
@@ -76,9 +76,34 @@ def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str]
     return planned
 
 
+def stored(plan: Plan) -> bytes:
+    """Return a plan as a file of the cache has it."""
+    return sealed(msgspec.msgpack.encode(Planned(packed(plan), plan.workers, partners_of(plan))))
+
+
+def restored(data: bytes) -> Plan:
+    """Return the plan of a file of the cache.
+
+    Raises:
+        ProtocolError: this is no such file, it is damaged, or another release wrote it.
+    """
+    content = unsealed(data)
+    if content is None:
+        raise ProtocolError("not a saved plan, or damaged; save it again")
+    try:
+        return unpacked(msgspec.msgpack.decode(content, type=Planned).plan)
+    except (zlib.error, msgspec.MsgspecError) as exc:
+        raise ProtocolError(f"the plan of another release: {exc}; plan again with this one") from exc
+
+
 def packed(plan: Plan) -> bytes:
     """Return what `unpacked_slice` takes; names repeat, so that little is left of them."""
     return zlib.compress(msgspec.msgpack.encode(plan), level=1)
+
+
+def unpacked(data: bytes) -> Plan:
+    """Return what was packed; `zlib.error` or `MsgspecError` if it was nothing of that kind."""
+    return msgspec.msgpack.decode(zlib.decompress(data), type=Plan)
 
 
 def unpacked_slice(data: bytes, worker: WorkerId) -> WorkerPlan:
@@ -89,7 +114,7 @@ def unpacked_slice(data: bytes, worker: WorkerId) -> WorkerPlan:
         PlanError: the plan does not know this worker.
     """
     try:
-        plan = msgspec.msgpack.decode(zlib.decompress(data), type=Plan)
+        plan = unpacked(data)
     except (zlib.error, msgspec.MsgspecError) as exc:
         raise ProtocolError(
             f"{worker} got a plan that it cannot read: {exc}; run one release everywhere"

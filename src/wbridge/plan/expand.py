@@ -194,10 +194,15 @@ class Intake:
 
     def num_transfers(self) -> int:
         """Return how many transfers one receiver takes."""
-        items = (
-            (piece.writer, item) for group in self.groups for piece in group.pieces for item in piece.items
-        )
-        return sum(self._way(item.inflow, writer).num_transfers(item) for writer, item in items)
+        return sum(self.num_transfers_by_writer().values())
+
+    def num_transfers_by_writer(self) -> dict[int, int]:
+        """Return how many transfers one receiver takes of each writer, by its index."""
+        found: dict[int, int] = {}
+        for piece in (piece for group in self.groups for piece in group.pieces):
+            count = sum(self._way(item.inflow, piece.writer).num_transfers(item) for item in piece.items)
+            found[piece.writer] = found.get(piece.writer, 0) + count
+        return found
 
     def _inflow(self, part: _Part, host: str) -> Inflow:
         cell = part.cell

@@ -12,6 +12,7 @@ from wbridge.plan.expand import Expansion
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.relays import find_relays
 from wbridge.plan.schedule import ring_slots
+from wbridge.plan.sizes import size_of, time_of
 from wbridge.plan.topology import Topology, find_links
 from wbridge.plan.traffic import LinkLoad, find_traffic, loads_of
 from wbridge.plan.types import Plan
@@ -99,35 +100,36 @@ class Explanation(msgspec.Struct, frozen=True):
         lines = [
             f"plan {self.fingerprint[:12]}: {self.num_tensors} tensors in {self.num_transfers} transfers,"
             f" {self.num_unused_tensors} tensors of the trainers are not needed",
-            f"needed {_size(self.needed_nbytes)}, sent {_size(self.sent_nbytes)},"
-            f" {self.copies_sent:.2f} copies of {_size(self.model_nbytes)}",
-            f"busiest link {_time(self.busiest_s)}, lower bound {_time(self.bound.relayed_s)}, ratio"
-            f" {self.ratio:.3f}; {_time(self.bound.direct_s)}, ratio {self.direct_ratio:.3f}, without relays",
+            f"needed {size_of(self.needed_nbytes)}, sent {size_of(self.sent_nbytes)},"
+            f" {self.copies_sent:.2f} copies of {size_of(self.model_nbytes)}",
+            f"busiest link {time_of(self.busiest_s)}, lower bound {time_of(self.bound.relayed_s)},"
+            f" ratio {self.ratio:.3f}; {time_of(self.bound.direct_s)}, ratio {self.direct_ratio:.3f}, without"
+            " relays",
             f"with relays, which no plan has yet: {self.relayed_copies:.2f} copies sent, ratio"
             f" {self.relayed_ratio:.3f}",
         ]
         lines += [
-            f"load     {load.link:<32} {load.direction:<8} {_size(load.nbytes):>12} at {load.gb_s:g} GB/s"
-            f" {_time(load.seconds):>10}, {load.seconds / self.bound.relayed_s:.3f} of the bound"
+            f"load     {load.link:<32} {load.direction:<8} {size_of(load.nbytes):>12} at {load.gb_s:g} GB/s"
+            f" {time_of(load.seconds):>10}, {load.seconds / self.bound.relayed_s:.3f} of the bound"
             for load in self.loads
         ]
-        lines += [f"egress   {name:<32} {_size(n):>12}" for name, n in self.egress_nbytes.items()]
-        lines += [f"ingress  {name:<32} {_size(n):>12}" for name, n in self.ingress_nbytes.items()]
+        lines += [f"egress   {name:<32} {size_of(n):>12}" for name, n in self.egress_nbytes.items()]
+        lines += [f"ingress  {name:<32} {size_of(n):>12}" for name, n in self.ingress_nbytes.items()]
         for link in self.links:
             where = "between hosts" if link.crosses_hosts else "inside a host"
-            lines.append(f"link     {link.writer} -> {link.receiver}: {_size(link.nbytes)} {where}")
+            lines.append(f"link     {link.writer} -> {link.receiver}: {size_of(link.nbytes)} {where}")
         for cast in self.casts:
-            lines.append(f"cast     {cast.source} -> {cast.target} as {cast.wire}: {_size(cast.nbytes)}")
+            lines.append(f"cast     {cast.source} -> {cast.target} as {cast.wire}: {size_of(cast.nbytes)}")
         for use in self.memory:
             lines.append(
-                f"memory   {use.worker:<32} {use.num_groups} groups of up to {_size(use.slot_nbytes)}:"
-                f" direct {_size(use.direct_nbytes)} in {use.direct_slots} slots,"
-                f" pinned {_size(use.pinned_nbytes)} in {use.pinned_slots}"
+                f"memory   {use.worker:<32} {use.num_groups} groups of up to {size_of(use.slot_nbytes)}:"
+                f" direct {size_of(use.direct_nbytes)} in {use.direct_slots} slots,"
+                f" pinned {size_of(use.pinned_nbytes)} in {use.pinned_slots}"
             )
             if use.lost_overlap_nbytes:
                 lines.append(
                     f"overlap  {use.worker:<32} pinned slots take {use.pinned_share:.0%} of"
-                    f" {_size(use.version_nbytes)}; the other {_size(use.lost_overlap_nbytes)} move only"
+                    f" {size_of(use.version_nbytes)}; the other {size_of(use.lost_overlap_nbytes)} move only"
                     " while the engine is parked"
                 )
         return "\n".join(lines)
@@ -240,14 +242,3 @@ def _ring(worker: str, sizes: list[int], config: Config) -> SlotMemory:
         pinned_share=1 - lost_nbytes / version_nbytes if version_nbytes else 1.0,
         lost_overlap_nbytes=lost_nbytes,
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"

@@ -33,6 +33,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     latent: tuple[int, int, int] = (0, 0, 0)
     """Ranks of query and key-value compression and the rotary part of a head; zeros: plain attention."""
     vocab: int
+    tied: bool = False
+    """The embedding is the head as well."""
     dtype: str = "bfloat16"
 
 
@@ -154,7 +156,8 @@ def tensors_of(model: Model) -> Iterator[_Tensor]:
     """Yield every checkpoint tensor."""
     hidden = model.hidden
     yield _Tensor("model.embed_tokens.weight", (model.vocab, hidden), "rows", layer=0)
-    yield _Tensor("lm_head.weight", (model.vocab, hidden), "rows", layer=model.num_layers - 1)
+    if not model.tied:
+        yield _Tensor("lm_head.weight", (model.vocab, hidden), "rows", layer=model.num_layers - 1)
     yield _Tensor("model.norm.weight", (hidden,), "whole", layer=model.num_layers - 1)
     for layer in range(model.num_layers):
         prefix = f"model.layers.{layer}."
