@@ -35,7 +35,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from benchmarks.lab.fleet import Fleet, layers_for  # noqa: E402  # needs the path
 from benchmarks.lab.measure import MIN_BURST_NBYTES, Result, System, measure  # noqa: E402
 from benchmarks.lab.rows import FETCH, GLOO, OURS, Row, rows_of, verdicts  # noqa: E402
-from benchmarks.links.hosts import why_not  # noqa: E402
+from benchmarks.links.hosts import open_hosts, why_not  # noqa: E402
+from benchmarks.links.jobs import measure_links  # noqa: E402
 from benchmarks.systems.launch import WorkerFailed  # noqa: E402
 
 MIN_PAYLOAD_S = 8.0
@@ -52,6 +53,8 @@ def main() -> int:
     os.environ["WBRIDGE_SECRET"] = secrets.token_hex(16)
     num_layers = options.layers or layers_for(MIN_PAYLOAD_S, options.mbit, options.hidden)
     rows = describe(options)
+    if not options.only:
+        rows += measure_link(options.mbit)
     failed = False
     for num_hosts in options.hosts or (2, 3, 4):
         fleet = Fleet(
@@ -135,6 +138,24 @@ def describe(options: argparse.Namespace) -> list[Row]:
         {"benchmark": "lab", "case": "machine", "system": "", "metric": name, "value": value, "unit": ""}
         for name, value in found.items()
     ]
+
+
+def measure_link(mbit: float) -> list[Row]:
+    """What the package's own transport gets through an idle link, which is what a simulation starts from."""
+    with open_hosts(["near", "far"], mbit=mbit, min_burst_nbytes=MIN_BURST_NBYTES) as hosts:
+        (speed,) = measure_links([(hosts["near"], hosts["far"])])
+    metrics = {
+        "link_gb_s": (speed.link_gb_s, "GB/s"),
+        "link_over_rate": (speed.link_gb_s * 8e3 / mbit, "ratio"),
+        "round_us": (1e6 * speed.round_s, "us"),
+    }
+    rows: list[Row] = [
+        {"benchmark": "lab", "case": "link", "system": OURS, "metric": metric, "value": round(value, 6)}
+        | {"unit": unit, "valid": True}
+        for metric, (value, unit) in metrics.items()
+    ]
+    print(*map(line_of, rows), sep="\n", flush=True)
+    return rows
 
 
 def line_of(row: Row) -> str:
