@@ -4,7 +4,7 @@
 
 The lower bound is a plain copy that moves the same bytes between the same kinds of memory, in the same round.
 Of a cast it is half of what is read and written. `ratio` is the kernel's speed over the plain copy's;
-`bar` is what it must reach. `submit_us` is what a run costs the submitting thread. Times are from CUDA events,
+`bar` is what it must reach. `submit_us` is what a run costs the submitting thread. Times are of CUDA events,
 medians of some rounds.
 """
 

@@ -86,7 +86,7 @@ class Mailer:
             scope.cancel()
 
     def follow_up(self, note: Flush | SendStopped) -> None:
-        """Flush, or send a message behind the notifications of all earlier puts; nothing once it has ended."""
+        """Flush, or send a message behind the notifications of all earlier puts; nothing once it ends."""
         if not self._is_ending:
             self._notes.send_nowait(note)
 

@@ -30,17 +30,13 @@ from wbridge.session.endpoints import Target
 from wbridge.session.gate import StepGate
 from wbridge.session.late_writers import LateWriters
 from wbridge.session.member import Addresses
+from wbridge.session.pacing import Pacing
 from wbridge.session.pausing import Pausing
 from wbridge.session.script import Run, Script, Wait
 from wbridge.session.steps import Step, is_inside_step
 from wbridge.session.updates import RolloutHooks, Serving, Update
 from wbridge.session.verification import Respondent
 from wbridge.session.worker import Worker, load_job
-
-YIELD_S = 0.001
-"""An idle poll lets the caller's loop run at most once in this time."""
-PAUSE_S = 0.0001
-"""How long a caller that polls more often than that rests then."""
 
 
 class Rollout:
@@ -72,7 +68,7 @@ class Rollout:
         self._packed = b""
         self._ended: WBridgeError | None = None
         self._after: Event | None = None
-        self._polled_s = self._yielded_s = 0.0
+        self._pacing = Pacing()
         self._is_cancelled = False
         self._is_live = False
         self._unsent: list[FlowMessage] = []
@@ -99,17 +95,8 @@ class Rollout:
         return lockstep.follower.flag or self._worker.loop.is_forked
 
     def is_due_for_yield(self) -> bool:
-        """Whether the caller's loop is to run. Rests first where polls follow each other at once: a loop that
-        looks for events without waiting gives the GIL up for an instant only, and no thread wakes so fast,
-        so that what it polls for would take seconds."""
-        now_s, polled_s = self._worker.loop.clock(), self._polled_s
-        self._polled_s = now_s
-        if now_s - self._yielded_s < YIELD_S:
-            return False
-        self._yielded_s = now_s
-        if now_s - polled_s < YIELD_S:
-            time.sleep(PAUSE_S)
-        return True
+        """Whether the caller's loop is to run; rests first if polls follow each other at once."""
+        return self._pacing.is_due_for_yield(self._worker.loop.clock())
 
     def poll(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
         """Drive a counted poll to its end."""
