@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import weakref
+from collections import deque
 from contextlib import suppress
 from typing import Any, Final, Self
 
@@ -173,7 +174,7 @@ def _rounded(index: int, nbytes: int) -> int:
 
 def _map(index: int, handle: Any, size: int) -> int:
     """Map for reading and writing by one GPU; in its context."""
-    address = int(call("cuMemAddressReserve", size, 0, 0, 0))
+    address = _RANGES.take(size)
     try:
         call("cuMemMap", address, size, 0, handle, 0)
         access = struct("CUmemAccessDesc")
@@ -190,6 +191,27 @@ def _map(index: int, handle: Any, size: int) -> int:
 def _unmap(index: int, address: int, size: int) -> None:
     """Also at the end of the process, when the driver may have ended already, and of what is half mapped."""
     with suppress(DriverError), current(index):
-        with suppress(DriverError):
-            call("cuMemUnmap", address, size)
-        call("cuMemAddressFree", address, size)
+        call("cuMemUnmap", address, size)
+        _RANGES.give_back(size, address)
+
+
+class _Ranges:
+    """Ranges of addresses that nothing is mapped at. They are used again, never given back to the driver:
+    on an H200 with driver 580, torch's cudaMalloc failed with cudaErrorAlreadyMapped some time after
+    they had been."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[int]] = {}
+
+    def take(self, size: int) -> int:
+        try:
+            return self._free[size].pop()
+        except (KeyError, IndexError):
+            return int(call("cuMemAddressReserve", size, 0, 0, 0))
+
+    def give_back(self, size: int, address: int) -> None:
+        """Waits for no lock: whoever holds one may be the thread that collects garbage now."""
+        self._free.setdefault(size, deque()).append(address)
+
+
+_RANGES: Final = _Ranges()

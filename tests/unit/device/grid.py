@@ -24,14 +24,12 @@ NUM_BLOCKS = 3
 
 
 class GridTable:
-    """The same protocol as the tables of the product. `num_warps` tunes the size of tiles, as on a GPU."""
-
-    num_warps = 24
+    """The same protocol as the tables of the product."""
 
     def __init__(self, rows: Sequence[Row], *, into_slot: bool) -> None:
         self._rows = rows  # keeps the storages
         self._into_slot = into_slot
-        self._table = build_descriptors(rows, into_slot=into_slot, num_warps=self.num_warps)
+        self._table = build_descriptors(rows, into_slot=into_slot)
 
     def run(self, buffer: Buffer, base: int) -> None:
         memory = buffer.tensor

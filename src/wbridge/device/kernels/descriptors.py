@@ -25,8 +25,8 @@ _MIN_SIDE: Final = 16
 _CAST_ITEMS: Final = 4
 """Elements in an item of a cast, where they are aligned."""
 
-_MIN_TILE_NBYTES: Final = 4 * 1024
-_MAX_TILE_NBYTES: Final = 32 * 1024
+_TILE_NBYTES: Final = 4 * 1024
+"""Two turns of a warp. Larger ones were slower on an H200: warps ended far apart."""
 _MIN_ITEM_COST: Final = 4
 """A lane's item costs as much as this many bytes at least."""
 
@@ -77,15 +77,13 @@ def can_copy(row: Row) -> bool:
     return pair[0] == pair[1] or pair in _CASTS
 
 
-def build_descriptors(rows: Sequence[Row], *, into_slot: bool, num_warps: int) -> Descriptors:
-    """Describe rows that the kernel can copy. Tiles are small enough to give work to `num_warps`."""
+def build_descriptors(rows: Sequence[Row], *, into_slot: bool) -> Descriptors:
+    """Describe rows that the kernel can copy."""
     copies = [copy for row in rows for copy in _iter_copies(row, into_slot=into_slot)]
-    fair = sum(copy.num_items * copy.cost for copy in copies) // num_warps
-    tile_nbytes = min(max(fair, _MIN_TILE_NBYTES), _MAX_TILE_NBYTES)
     packed, loops, num_loops, num_tiles = bytearray(), bytearray(), 0, 0
     tiles_of: list[int] = []
     for copy in copies:
-        per_tile = max(tile_nbytes // copy.cost, 1)
+        per_tile = max(_TILE_NBYTES // copy.cost, 1)
         packed += _COPY.pack(
             copy.parameter,
             copy.slot,

@@ -60,6 +60,8 @@ __device__ inline void each_lane(Work work) {
     __syncwarp();
 }
 
+__device__ inline U32 smaller(U32 a, U32 b) { return a < b ? a : b; }
+
 // Exact for n < 2^31 (Granlund and Montgomery 1994).
 __device__ inline U32 divide(U32 n, const Loop &loop) { return (__umulhi(n, loop.magic) + n) >> loop.shift; }
 
@@ -96,14 +98,14 @@ __device__ __noinline__ void copy_items(const Tile tile) {
         for (U32 first = tile.start + lane; first < tile.stop; first += lanes * batch) {
             U32 items[batch];
             I64 to[batch], from[batch];
+            // What is past the end reads the last item again: a load under a condition would put the values into
+            // local memory.
 #pragma unroll
-            for (U32 n = 0; n < batch; ++n) items[n] = first + lanes * n;
+            for (U32 n = 0; n < batch; ++n) items[n] = smaller(first + lanes * n, tile.stop - 1);
             locate(tile.loops, tile.rank, items, to, from);
             Source value[batch];
 #pragma unroll
-            for (U32 n = 0; n < batch; ++n)
-                if (first + lanes * n < tile.stop)
-                    value[n] = *reinterpret_cast<const Source *>(tile.from + from[n]);
+            for (U32 n = 0; n < batch; ++n) value[n] = *reinterpret_cast<const Source *>(tile.from + from[n]);
 #pragma unroll
             for (U32 n = 0; n < batch; ++n)
                 if (first + lanes * n < tile.stop) *reinterpret_cast<Target *>(tile.to + to[n]) = Target(value[n]);
@@ -131,8 +133,7 @@ __device__ __noinline__ void transpose(const Tile tile, Byte *square) {
         const U32 first_b = (row - outer[0] * num_along) * B;
         I64 to[1] = {0}, from[1] = {0};
         if (tile.rank > 2) locate(tile.loops + 2, tile.rank - 2, outer, to, from);
-        const U32 num_a = across.extent - first_a < A ? across.extent - first_a : A;
-        const U32 num_b = along.extent - first_b < B ? along.extent - first_b : B;
+        const U32 num_a = smaller(across.extent - first_a, A), num_b = smaller(along.extent - first_b, B);
         const char *source = tile.from + from[0] + first_a * across.from + static_cast<I64>(first_b) * size;
         char *target = tile.to + to[0] + static_cast<I64>(first_a) * size + first_b * along.to;
         each_lane([=](U32 lane) {
@@ -142,8 +143,8 @@ __device__ __noinline__ void transpose(const Tile tile, Byte *square) {
 #pragma unroll
                 for (U32 n = 0; n < square_batch; ++n) {
                     const U32 element = first + lanes * n, a = element / B, b = element % B;
-                    if (a < num_a && b < num_b)
-                        value[n] = *reinterpret_cast<const T *>(source + a * across.from + b * size);
+                    value[n] = *reinterpret_cast<const T *>(
+                        source + smaller(a, num_a - 1) * across.from + smaller(b, num_b - 1) * size);
                 }
 #pragma unroll
                 for (U32 n = 0; n < square_batch; ++n) {
@@ -251,7 +252,7 @@ __device__ inline void run_tile(const Tile &tile, U32 kind, Byte *square) {
 }
 
 // `tiles` names the copy of each tile. `slot` is aligned to 16 bytes.
-extern "C" __global__ void __launch_bounds__(lanes *warps, 3)
+extern "C" __global__ void __launch_bounds__(lanes *warps, 4)
     copy_table(const Copy *copies, const Loop *loops, const U32 *tiles, I64 num_tiles, char *slot, I64 into_slot) {
     alignas(16) __shared__ Byte squares[warps][square_nbytes];
     const U32 warp = threadIdx.x / lanes;

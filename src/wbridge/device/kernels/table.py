@@ -14,8 +14,6 @@ from wbridge.device.tables import Residence, Row, TorchTable
 from wbridge.errors import InternalError
 
 _WARPS_PER_BLOCK: Final = 8
-_WARPS_PER_PROCESSOR: Final = 24
-"""That run at once; see the launch bounds in `strided.cu`."""
 _ALIGNMENT: Final = 16
 _MAX_HOST_BLOCKS: Final = 32
 """Of a copy to or from host memory: enough to fill the bus, and most processors are left to others."""
@@ -37,8 +35,7 @@ class KernelTable:
         self._index = rows[0].tensor.device.index
         self._kernel = load_kernel(self._index)
         self._core = import_core()
-        num_processors = torch.cuda.get_device_properties(self._index).multi_processor_count
-        table = build_descriptors(rows, into_slot=into_slot, num_warps=num_processors * _WARPS_PER_PROCESSOR)
+        table = build_descriptors(rows, into_slot=into_slot)
         self._num_tiles = table.num_tiles
         stream = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index):

@@ -32,8 +32,8 @@ def row(
     )
 
 
-def described(rows: list[Row], num_warps: int = 1) -> Descriptors:
-    return build_descriptors(rows, into_slot=True, num_warps=num_warps)
+def described(rows: list[Row]) -> Descriptors:
+    return build_descriptors(rows, into_slot=True)
 
 
 def kinds(*rows: Row) -> list[int]:
@@ -71,15 +71,11 @@ def test_one_huge_row_and_many_tiny_ones_make_tiles_of_about_equal_bytes() -> No
     huge, num_tiny = 2**26, 20_000
     tiny = [row((8, 16), (16, 1), (16, 1)) for _ in range(num_tiny)]
     whole = Row(torch.empty(1), (huge,), 0, (1,), torch.float32, 0, (1,))
-    table = described([whole, *tiny], num_warps=132 * 24)
+    table = described([whole, *tiny])
     counts = tiles(table)
-    assert counts.pop(0) == huge * 4 // (32 * 1024)
+    assert counts.pop(0) == huge * 4 // (4 * 1024)
     assert set(counts.values()) == {1}
-    assert table.num_tiles == huge * 4 // (32 * 1024) + num_tiny
-
-
-def test_a_small_table_is_cut_finer() -> None:
-    assert described([row((2**20,), (1,), (1,))], num_warps=132 * 24).num_tiles == 512
+    assert table.num_tiles == huge * 4 // (4 * 1024) + num_tiny
 
 
 def test_empty_rows_are_no_work() -> None:
