@@ -25,6 +25,7 @@ import os
 import platform
 import secrets
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.lab.fleet import Fleet, layers_for  # noqa: E402  # needs the path
+import wbridge  # noqa: E402  # needs the path
+from benchmarks.lab.fleet import Fleet, layers_for  # noqa: E402
 from benchmarks.lab.measure import MIN_BURST_NBYTES, Result, System, measure  # noqa: E402
 from benchmarks.lab.rows import FETCH, GLOO, OURS, Row, rows_of, verdicts  # noqa: E402
 from benchmarks.links.hosts import open_hosts, why_not  # noqa: E402
@@ -127,6 +129,7 @@ def describe(options: argparse.Namespace) -> list[Row]:
         "cores": str(os.cpu_count()),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "wbridge": _commit(),
         **{name: importlib.metadata.version(name) for name in DISTRIBUTIONS},
         "load": f"{os.getloadavg()[0]:.1f}",
         "command": " ".join(["python -m benchmarks lab", *sys.argv[1:]]),
@@ -162,6 +165,14 @@ def line_of(row: Row) -> str:
     value = "" if row["value"] is None else f"{row['value']:12.3f}"
     remark = row.get("reason", "")
     return f"{row['case']:10} {row['system']:18} {row['metric']:24} {value} {row['unit']} {remark}".rstrip()
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return f"{wbridge.__version__}, not from a repository"
 
 
 def _processor() -> str:
