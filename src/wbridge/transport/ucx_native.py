@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from wbridge.errors import EndpointClosed, PeerLost
+from wbridge.errors import ConfigError, EndpointClosed, PeerLost
 from wbridge.native.ucx import worker_type
 from wbridge.transport.ucx_transfer import EAGER_NBYTES, FRAME_NBYTES, FRAME_TAG, Route, Transfer
 
@@ -78,8 +78,18 @@ class NativeUcxWorker:
         return self._started(self._core.put(route.ucx, memory, remote, key), memory, then)
 
     def map(self, memory: memoryview) -> tuple[int, bytes]:
-        """Register memory that peers may write; return its number and the key that they need."""
-        number = self._core.map(memory)
+        """Register memory that peers may write; return its number and the key that they need.
+
+        Raises:
+            ConfigError: UCX cannot register so much.
+        """
+        try:
+            number = self._core.map(memory)
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"UCX cannot register {memory.nbytes} bytes for peers to write: {exc}; raise the limit of locked"
+                " memory (ulimit -l), or set a smaller num_slots or slot_nbytes"
+            ) from exc
         return number, self._core.pack(number)
 
     def unmap(self, number: int) -> None:

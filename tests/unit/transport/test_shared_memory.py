@@ -60,6 +60,20 @@ async def test_descriptors_are_given_back_after_each_connection() -> None:
         assert not sender._endpoints
 
 
+async def test_no_descriptor_is_handed_to_programs_that_are_started() -> None:
+    """They would keep the memory of a worker that has ended."""
+    before = set(os.listdir("/proc/self/fd"))
+    buffer = CpuDevice().allocate(4096, "pinned", shared=True)
+    async with SharedMemoryTransport("receiver") as receiver, SharedMemoryTransport("sender") as sender:
+        receiver.register(buffer)
+        endpoint = await sender.connect(receiver.address, "receiver")
+        await endpoint.put(memoryview(bytearray(8)), receiver.expose(buffer.view[:8], "sender"), b"here")
+        opened = [int(name) for name in set(os.listdir("/proc/self/fd")) - before]
+        open_now = [number for number in opened if os.path.exists(f"/proc/self/fd/{number}")]
+        assert len(open_now) > 4
+        assert not any(os.get_inheritable(number) for number in open_now)
+
+
 async def test_the_last_entry_of_the_table_is_as_good_as_the_first() -> None:
     buffer = CpuDevice().allocate(4096, "pinned", shared=True)
     async with SharedMemoryTransport("receiver") as receiver, SharedMemoryTransport("sender") as sender:
