@@ -87,8 +87,8 @@ class NativeUcxWorker:
             number = self._core.map(memory)
         except RuntimeError as exc:
             raise ConfigError(
-                f"UCX cannot register {memory.nbytes} bytes for peers to write: {exc}; raise the limit of locked"
-                " memory (ulimit -l), or set a smaller num_slots or slot_nbytes"
+                f"UCX cannot register {memory.nbytes} bytes for peers to write: {exc}; raise the limit of"
+                " locked memory (ulimit -l), or set a smaller num_slots or slot_nbytes"
             ) from exc
         return number, self._core.pack(number)
 
