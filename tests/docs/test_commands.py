@@ -15,7 +15,7 @@ BLOCK = re.compile(r"^```(console|toml)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CACHE = "/var/cache/wbridge"
 
 
-@pytest.mark.parametrize("name", ["plan.md"])
+@pytest.mark.parametrize("name", ["plan.md", "simulate.md"])
 def test_commands_print_what_is_shown(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ MODE_MAY_BE_READ_IN = (
     "control/planning.py",  # checks that rings are large enough
     "control/publishing.py",  # builds the tickets of an epoch
     "engine/lockstep.py",  # builds the leader of an engine
+    "sim/",  # builds the machines of a simulated job
     "session/contexts.py",  # builds the staging of an epoch
 )
 

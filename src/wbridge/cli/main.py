@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wbridge import __version__
-from wbridge.cli import advise, config, coordinator, doctor, plan, status
+from wbridge.cli import advise, config, coordinator, doctor, plan, simulate, status
 from wbridge.errors import WBridgeError
 
 
@@ -54,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("plan", help="say what a plan moves, why, and what another would change")
     for verb in plan.add_commands(command):
         _add_settings(verb)
+
+    command = commands.add_parser("simulate", help="say how long a version would take over given links")
+    simulate.add_arguments(command)
+    _add_settings(command)
+    command.set_defaults(run=simulate.run)
 
     command = commands.add_parser(
         "doctor", help="say what works on this machine, and what to do about the rest"

@@ -1,0 +1,105 @@
+"""Reader: the receiving end of a rollout: the real `ReceiverRing`, and scatters that take their time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from wbridge.errors import InternalError
+from wbridge.flow.actions import GiveCredit, GroupReady, RingAction, ToLeader
+from wbridge.flow.messages import Arrived, Landed, Vacant
+from wbridge.flow.ring import Incoming, ReceiverRing
+from wbridge.sim.world import World
+
+Give = Callable[[GiveCredit], None]
+"""Called with each credit that is to reach its writer."""
+
+
+class Reader:
+    """Gives credits, and once it is told to apply, writes what has landed into the parameters, by group."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        index: int,
+        name: str,
+        engine: str,
+        groups: Sequence[Sequence[tuple[str, int]]],
+        num_slots: int,
+        whole_first: bool,
+    ) -> None:
+        """`groups`: writer and bytes of each piece. `whole_first`: slots fill before the engine is held."""
+        self._world, self._index, self.name, self.engine = world, index, name, engine
+        self._incoming = tuple(Incoming(tuple(writer for writer, _ in group)) for group in groups)
+        self._sizes = [[nbytes for _, nbytes in group] for group in groups]
+        self._before_hold = min(len(groups), num_slots) if whole_first else 0
+        self._ring = ReceiverRing(num_slots)
+        self._give: Give | None = None
+        self._to_leader: Callable[[Landed | Vacant], None] | None = None
+        self._ready: dict[int, tuple[int, int]] = {}  # by group: ticket and slot
+        self._next = 0  # the group to be scattered next
+        self._num_scattered = 0
+        self._applied: Callable[[], None] | None = None
+        self.arrived_nbytes = 0
+        self.num_arrived = 0
+        """Pieces; each counts whenever it arrives."""
+        self.landed_s: float | None = None
+
+    def start(self, give: Give, to_leader: Callable[[Landed | Vacant], None]) -> None:
+        self._give, self._to_leader = give, to_leader
+        self._perform(self._ring.start())
+
+    @property
+    def num_pieces(self) -> int:
+        return sum(len(group) for group in self._sizes)
+
+    @property
+    def needed_nbytes(self) -> int:
+        return sum(sum(group) for group in self._sizes)
+
+    def serve(self, ticket: int) -> None:
+        self._perform(self._ring.grant(ticket, self._incoming, before_hold=self._before_hold))
+
+    def arrived(self, writer: int, message: Arrived) -> None:
+        self.num_arrived += 1
+        self.arrived_nbytes += self._sizes[message.group][message.piece]
+        name = self._incoming[message.group].writers[message.piece]
+        self._perform(self._ring.arrived(name, message))
+
+    def apply(self, then: Callable[[], None]) -> None:
+        """Write all groups into the parameters as they land."""
+        self._applied = then
+        self._scatter()
+
+    def _scatter(self) -> None:
+        while self._applied is not None and self._next in self._ready:
+            group, self._next = self._next, self._next + 1
+            ticket, slot = self._ready.pop(group)
+            if not self._ring.draining(slot, ticket):
+                raise InternalError(f"{self.name}: slot {slot} is not ready; please report it")
+            self._world.copy(self._index, sum(self._sizes[group]), partial(self._scattered, slot))
+        if self._applied is not None and self._num_scattered == len(self._sizes):
+            applied, self._applied = self._applied, None
+            applied()
+
+    def _scattered(self, slot: int) -> None:
+        self._num_scattered += 1
+        self._perform(self._ring.drained(slot))
+        self._scatter()
+
+    def _perform(self, actions: Iterable[RingAction]) -> None:
+        assert self._give is not None and self._to_leader is not None, "started"
+        for action in actions:
+            match action:
+                case GiveCredit():
+                    self._give(action)
+                case GroupReady(ticket, group, slot):
+                    self._ready[group] = ticket, slot
+                    self._scatter()
+                case ToLeader(message):
+                    if isinstance(message, Landed) and message.whole:
+                        self.landed_s = self._world.timeline.now
+                    self._to_leader(message)  # type: ignore[arg-type]  # a ring says nothing else
+                case _:
+                    raise InternalError(f"{action}: nothing is aborted in a simulation; please report it")

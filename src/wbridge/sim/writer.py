@@ -1,0 +1,113 @@
+"""Writer: the sending end of a worker: the real `Outgoing` machine, and puts over the simulated network."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from wbridge.errors import InternalError
+from wbridge.flow.actions import FreeSource, OutgoingAction, StartPut
+from wbridge.flow.messages import Arrived
+from wbridge.flow.outgoing import Outgoing, Piece
+from wbridge.sim.reader import Reader
+from wbridge.sim.world import World
+
+
+class _Mail:
+    """Puts to one receiver: a few at once between hosts, since each is gathered into a slot of its own."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.waiting: deque[Callable[[], None]] = deque()
+
+
+class Writer:
+    """Writes what it has to receivers that are granted and have given credits."""
+
+    def __init__(
+        self,
+        world: World,
+        index: int,
+        pieces: Mapping[int, Mapping[Piece, int]],
+        readers: Mapping[int, Reader],
+    ) -> None:
+        """`pieces`: by receiver, the bytes of what this worker writes to it."""
+        self._world, self._index, self._readers = world, index, readers
+        self._pieces = {readers[k].name: own for k, own in pieces.items()}
+        self._receivers = {readers[k].name: k for k in pieces}
+        self._mail = {k: _Mail(self._slots(k)) for k in pieces}
+        self._outgoing = Outgoing()
+        self.num_puts = 0
+        self.free_s: float | None = None
+        """When its source was free again."""
+
+    def _slots(self, receiver: int) -> int:
+        local = self._world.fabric.is_local(self._index, receiver)
+        return len(self._pieces[self._readers[receiver].name]) if local else self._world.config.local_slots
+
+    def announced(self, ticket: int) -> None:
+        self._perform(self._outgoing.announced(ticket))
+
+    def serve(self, ticket: int, engines: Iterable[str]) -> None:
+        granted = set(engines)
+        due = {
+            name: own
+            for name, own in self._pieces.items()
+            if self._readers[self._receivers[name]].engine in granted
+        }
+        self._perform(self._outgoing.serve(ticket, due))
+
+    def credit(self, receiver: str, ticket: int, piece: Piece) -> None:
+        self._perform(self._outgoing.credit(receiver, ticket, *piece))
+
+    def retired(self, ticket: int) -> None:
+        self._perform(self._outgoing.retired(ticket))
+
+    def _perform(self, actions: Iterable[OutgoingAction]) -> None:
+        for action in actions:
+            match action:
+                case StartPut():
+                    self._begin(action)
+                case FreeSource():
+                    self.free_s = self._world.timeline.now
+                case _:
+                    raise InternalError(f"{action}: nothing is aborted in a simulation; please report it")
+
+    def _begin(self, put: StartPut) -> None:
+        mail = self._mail[self._receivers[put.receiver]]
+        if mail.free:
+            mail.free -= 1
+            self._gather(put)
+        else:
+            mail.waiting.append(partial(self._gather, put))
+
+    def _gather(self, put: StartPut) -> None:
+        nbytes = self._pieces[put.receiver][put.group, put.piece]
+        copies = self._world.fabric.num_copies(self._receivers[put.receiver])
+        self.num_puts += copies
+        self._world.copy(self._index, nbytes * copies, partial(self._put, put, nbytes, copies))
+
+    def _put(self, put: StartPut, nbytes: int, copies: int) -> None:
+        receiver = self._receivers[put.receiver]
+        hops = self._world.fabric.hops(self._index, receiver)
+        moved = partial(self._moved, put, receiver)
+        move = partial(self._world.network.send, hops, nbytes, moved)
+        self._world.handle(self._index, move, times=copies)
+
+    def _moved(self, put: StartPut, receiver: int) -> None:
+        """The last byte is through: the notification follows, and the acknowledgement comes back."""
+        latency_s = self._world.fabric.latency_s(self._index, receiver)
+        arrive = partial(
+            self._readers[receiver].arrived, self._index, Arrived(put.ticket, put.group, put.piece)
+        )
+        self._world.timeline.after(latency_s, partial(self._world.handle, receiver, arrive))
+        self._world.timeline.after(2 * latency_s, partial(self._ended, put))
+
+    def _ended(self, put: StartPut) -> None:
+        mail = self._mail[self._receivers[put.receiver]]
+        mail.free += 1
+        if mail.waiting:
+            mail.free -= 1
+            mail.waiting.popleft()()
+        self._perform(self._outgoing.put_ended(put.receiver, put.ticket, put.group, put.piece))
