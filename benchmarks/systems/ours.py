@@ -8,7 +8,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import anyio
@@ -17,7 +17,7 @@ import torch
 import wbridge
 import wbridge.sync
 from benchmarks.systems.worker import IDLE_S, LIBC, Context
-from benchmarks.systems.workloads import owned
+from benchmarks.systems.workloads import Workload, owned
 from wbridge.config import Config
 from wbridge.transport.host import process_token
 from wbridge.transport.select import open_transports
@@ -39,14 +39,11 @@ class System:
         directory = Path(tempfile.gettempdir())
         rendezvous = context.exchange(f"file://{directory}/wbridge-peers-{os.getpid()}")[0]
         rendezvous = self._options.get("rendezvous", rendezvous)
-        described = {"worker": self._worker(), "checkpoint": self._checkpoint()}
-        described |= {"parameters": context.parameters, "load_weights": self._load}
-        if context.is_trainer:
-            source = wbridge.Source(**described)
-            self._adapter = wbridge.sync.SenderAdapter(source, rendezvous=rendezvous, config=self._config)
+        described, config = describe(context), config_of(context.workload, self._options)
+        if isinstance(described, wbridge.Source):
+            self._adapter = wbridge.sync.SenderAdapter(described, rendezvous=rendezvous, config=config)
         else:
-            target = wbridge.Target(**described)
-            self._adapter = wbridge.sync.ReceiverAdapter(target, rendezvous=rendezvous, config=self._config)
+            self._adapter = wbridge.sync.ReceiverAdapter(described, rendezvous=rendezvous, config=config)
         self._adapter.connect()
 
     def push(self, version: int) -> None:
@@ -75,39 +72,6 @@ class System:
 
     def close(self) -> None:
         self._adapter.close()
-
-    @property
-    def _config(self) -> dict[str, object]:
-        job = self._context.workload.job
-        num_engines = job.num_rollouts // job.rollout_parallel
-        found: dict[str, object] = {"mode": "sync", "num_engines": num_engines, "transport": "auto"}
-        found |= {name: self._options[name] for name in ("transport", "mode") if name in self._options}
-        counts = ("slot_nbytes", "num_slots", "copy_threads")
-        return found | {name: int(self._options[name]) for name in counts if name in self._options}
-
-    def _worker(self) -> wbridge.WorkerId:
-        job, rank = self._context.workload.job, self._context.rank
-        if self._context.is_trainer:
-            return wbridge.WorkerId("trainer", "trainer", (job.num_trainers,), (rank,))
-        engine, rank = divmod(rank, job.rollout_parallel)
-        return wbridge.WorkerId("rollout", f"engine-{engine}", (job.rollout_parallel,), (rank,))
-
-    def _checkpoint(self) -> dict[str, wbridge.TensorSpec]:
-        tensors = self._context.workload.tensors
-        return {tensor.name: wbridge.TensorSpec(tensor.shape, "bfloat16") for tensor in tensors}
-
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What a framework's `load_weights` does: cut out this rank's part, into its place."""
-        context, workload = self._context, self._context.workload
-        for name, weight in weights:
-            tensor = workload.tensors[workload.index[name]]
-            if context.is_trainer:
-                held = owned(tensor, workload.job.trainer_parallel, context.rank)
-                context.parameters[name].copy_(held.of(weight))
-            else:
-                target, row = workload.places[name]
-                part = owned(tensor, workload.job.rollout_parallel, context.rank).of(weight)
-                context.parameters[target][row : row + part.shape[0]].copy_(part)
 
     async def _notify(self, times: int) -> float:
         """Median seconds of a 64-byte message one way, over a transport of the same kind."""
@@ -142,3 +106,39 @@ class System:
                 place += tensor.nbytes
             taken.append(time.perf_counter() - begin_s)
         return statistics.median(taken)
+
+
+def config_of(workload: Workload, options: Mapping[str, str]) -> dict[str, object]:
+    """The settings of a job."""
+    num_engines = workload.job.num_rollouts // workload.job.rollout_parallel
+    found: dict[str, object] = {"mode": "sync", "num_engines": num_engines, "transport": "auto"}
+    found |= {name: options[name] for name in ("transport", "mode") if name in options}
+    counts = ("slot_nbytes", "num_slots", "copy_threads")
+    return found | {name: int(options[name]) for name in counts if name in options}
+
+
+def describe(context: Context) -> wbridge.Source | wbridge.Target:
+    """This worker for its adapter: who it is, what it holds, and how weights are loaded into it."""
+    workload, job, rank = context.workload, context.workload.job, context.rank
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What a framework's `load_weights` does: cut out this rank's part, into its place."""
+        for name, weight in weights:
+            tensor = workload.tensors[workload.index[name]]
+            if context.is_trainer:
+                held = owned(tensor, job.trainer_parallel, rank)
+                context.parameters[name].copy_(held.of(weight))
+            else:
+                target, row = workload.places[name]
+                part = owned(tensor, job.rollout_parallel, rank).of(weight)
+                context.parameters[target][row : row + part.shape[0]].copy_(part)
+
+    checkpoint = {tensor.name: wbridge.TensorSpec(tensor.shape, "bfloat16") for tensor in workload.tensors}
+    described = {"checkpoint": checkpoint, "parameters": context.parameters, "load_weights": load}
+    if context.is_trainer:
+        return wbridge.Source(
+            worker=wbridge.WorkerId("trainer", "trainer", (job.num_trainers,), (rank,)), **described
+        )
+    engine, place = divmod(rank, job.rollout_parallel)
+    worker = wbridge.WorkerId("rollout", f"engine-{engine}", (job.rollout_parallel,), (place,))
+    return wbridge.Target(worker=worker, **described)
