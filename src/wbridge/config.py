@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,9 @@ from wbridge.errors import ConfigError
 
 Staging = Literal["direct", "pinned"]
 Delivery = Literal["every", "latest"]
+
+_NIC = r"[0-9.]+(/[0-9.]+)?"
+_HOST_NICS = re.compile(rf"[^=]+={_NIC}(\+{_NIC})*")
 
 
 class Mode(enum.Enum):
@@ -52,6 +56,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshots that a trainer with pinned staging keeps, each the size of its shard."""
     checksum: Literal["auto", "on", "off"] = "auto"
     """`auto` is on between hosts."""
+    relays: Literal["auto", "off"] = "auto"
+    """`auto`: rollouts of other hosts than the trainers' pass weights on to each other where that lowers the
+    load of the busiest link; `off`: trainers send everything themselves."""
+    topology: tuple[str, ...] = ()
+    """Bandwidths of hosts in GB/s, `HOST=EGRESS/INGRESS`, or `HOST=BOTH`, with a `+` between several NICs:
+    `node1=25+25`. Hosts are named as by `host`; all others count as equal, with one NIC of 1 GB/s."""
     max_poll_skew: int = 64
     """Poll indices of one engine's workers may differ by at most this many."""
 
@@ -63,7 +73,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     hold_timeout_s: float = 60.0
     """How long a parked engine waits for its last worker before it is released."""
     relay_patience_s: float = 1.0
-    """With `latest`, how long a ticket waits for engines that can take it and have not offered yet."""
+    """With `latest`, how long a ticket waits for engines that can take it and have not offered yet. And how
+    long a rollout waits for a sign of one that is to pass weights on before it takes them from the trainers:
+    more than a slot needs on the slowest link."""
     fence_timeout_s: float = 30.0
     """How long a slot waits for proof that its writer has stopped before other memory replaces it."""
     coordinator_timeout_s: float = 30.0
@@ -104,6 +116,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("num_slots", "copy_threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive, or 0 for automatic")
+        for entry in self.topology:
+            if not _HOST_NICS.fullmatch(entry):
+                raise ConfigError(
+                    f"topology = {entry!r}: write HOST=EGRESS/INGRESS in GB/s, or HOST=BOTH, with a + between"
+                    " several NICs"
+                )
         for name in self.__struct_fields__:
             if name.endswith("_s") and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be a positive number of seconds")
@@ -133,6 +151,8 @@ JOB_WIDE: tuple[str, ...] = (
     "num_slots",
     "snapshot_versions",
     "checksum",
+    "relays",
+    "topology",
     "max_poll_skew",
 )
 """Settings for which the coordinator's value is authoritative."""

@@ -159,7 +159,7 @@ def work_as_trainer(connection: Connection, url: str, config: Mapping[str, objec
                 case "outcomes":
                     pipe.tell("outcomes", outcomes=delivery.applied(command.get("timeout_s")))
                 case "measure":
-                    pipe.tell("measured", **measure(sender._trainer._epoch.engine._credits))
+                    pipe.tell("measured", **measure(sender._trainer._epoch.engine._puts._credits))
                 case "close":
                     sender.close()
                     del sender

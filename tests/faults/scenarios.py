@@ -198,4 +198,7 @@ SCENARIOS: Mapping[str, tuple[Scenario, dict[str, object]]] = {
     "latecomers sync": (latecomers, {"mode": "sync", "delay_s": 0.1}),
     "latecomers async": (latecomers, {"mode": "async"}),
     "changes": (changes, {"mode": "sync"}),
+    "relays sync": (updates, {"mode": "sync", "engines": (1, 1, 1), "apart": True}),
+    "relays async": (updates, {"mode": "async", "engines": (1, 1, 1), "apart": True, "delay_s": 0.2}),
+    "relay losses": (losses, {"mode": "async", "engines": (1, 1, 1), "apart": True, "delay_s": 0.2}),
 }

@@ -115,7 +115,7 @@ FOUND: tuple[tuple[How, str, str], ...] = (
     ("cancel", "engine/scatters.py", "await event.wait()"),  # a half-written version counted as applied
     ("cancel", "session/sender.py", "send_weights("),  # the other ranks waited for a call that never began
     ("fail", "engine/lockstep.py", "await self._next()"),  # steps were closed out for ever
-    ("fail", "engine/send.py", "close_endpoints"),  # streams stayed open
+    ("fail", "engine/puts.py", "close_endpoints"),  # streams stayed open
     ("fail", "engine/receive.py", "close_endpoints"),
     ("fail", "session/contexts.py", "await _connect("),
     ("fail", "session/member.py", "self._detached.wait()"),  # closing stopped, and could not be tried again

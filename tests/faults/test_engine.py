@@ -197,7 +197,7 @@ async def test_a_writer_survives_a_receiver_that_only_it_finds_lost(tmp_path: Pa
     engines = {"engine-0": 1, "engine-1": 1}
     async with running(tmp_path, "async", num_trainers=1, engines=engines) as job:
         await job.update(1)
-        mailers = job.senders[0]._trainer._epoch.engine._mailers
+        mailers = job.senders[0]._trainer._epoch.engine._puts._mailers
         broken = mailers["rollout/engine-1[0]"]
 
         async def break_off(*_: object) -> None:
@@ -216,7 +216,7 @@ async def test_a_lost_receiver_that_answers_no_flush_frees_the_source(tmp_path: 
     """Closing its endpoint takes bounded time and proves as much; the live weights are not kept for it."""
     engines = {"engine-0": 1, "engine-1": 1}
     async with running(tmp_path, "receiver_overlap", num_trainers=1, engines=engines) as job:
-        endpoint = job.senders[0]._trainer._epoch.engine._mailers["rollout/engine-1[0]"]._endpoint
+        endpoint = job.senders[0]._trainer._epoch.engine._puts._mailers["rollout/engine-1[0]"]._endpoint
 
         async def hang(*_: object) -> None:
             await anyio.sleep_forever()

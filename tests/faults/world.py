@@ -119,10 +119,13 @@ class World:
         *,
         engines: Sequence[int] = (2, 1),
         delay_s: float = 0.001,
+        apart: bool = False,
         **more: object,
     ) -> None:
+        """`apart`: each engine is on a host of its own, so that they pass weights on to each other."""
         num_trainers = 2
         self.path = path
+        self._apart = apart
         self.config = settings(mode, len(engines), **DEADLINES | {"checksum": "on"} | more)
         self.device = TrackedDevice(delay_s)
         self.trainers = [Trainer(rank, num_trainers) for rank in range(num_trainers)]
@@ -143,8 +146,14 @@ class World:
         source = self.trainers[index].source
         source = msgspec.structs.replace(source, source_map=_source_map("trainer", index, len(self.trainers)))
         return wbridge.SenderAdapter(
-            source, rendezvous=rendezvous(self.path), config=self.config, device=self.device
+            source,
+            rendezvous=rendezvous(self.path),
+            config=self.config | self._host("trainers"),
+            device=self.device,
         )
+
+    def _host(self, name: str) -> dict[str, object]:
+        return {"host": name} if self._apart else {}
 
     def _receiver(self, index: int, **more: object) -> wbridge.ReceiverAdapter:
         rollout = self.rollouts[index]
@@ -156,7 +165,7 @@ class World:
         return wbridge.ReceiverAdapter(
             target,
             rendezvous=rendezvous(self.path),
-            config=self.config | more,
+            config=self.config | self._host(rollout.engine) | more,
             device=self.device,
             hooks=self.hooks[index],
         )

@@ -19,6 +19,7 @@ from wbridge.errors import InternalError, PlanError, ProtocolError
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.build import plan_tables
 from wbridge.plan.expand import Expansion
+from wbridge.plan.topology import read_topology
 from wbridge.plan.types import Plan, WorkerPlan
 
 MAX_PLAN_NBYTES = MAX_FRAME_NBYTES // 2
@@ -58,14 +59,16 @@ def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str]
         PlanError, LayoutError, CoverageError: as `build_plan`, or the plan is too large to be sent.
     """
     members = sorted((worker, joined.digest, hosts[worker]) for worker, joined in maps.items())
+    settings = config.include, config.slot_nbytes, config.relays, config.topology
     form = wbridge_version(), msgspec.json.schema(Plan)  # another release may plan or store differently
-    cache, digest = PlanCache(config.cache_dir), digest_of(form, members, config.include, config.slot_nbytes)
+    cache, digest = PlanCache(config.cache_dir), digest_of(form, members, *settings)
     if (known := cache.load(digest)) is not None:
         try:
             return msgspec.msgpack.decode(known, type=Planned)
         except msgspec.MsgspecError as exc:
             _log.debug("a plan in the cache is foreign", extra={"digest": digest, "error": str(exc)})
-    plan = plan_tables({worker: joined.table for worker, joined in maps.items()}, hosts, config)
+    tables = {worker: joined.table for worker, joined in maps.items()}
+    plan = plan_tables(tables, hosts, config, read_topology(config.topology))
     if len(data := packed(plan)) > MAX_PLAN_NBYTES:
         raise PlanError(
             f"the plan of {len(plan.workers)} workers takes {len(data)} bytes, at most {MAX_PLAN_NBYTES} can"

@@ -93,6 +93,12 @@ def populate(memory: memoryview) -> bool:
     raise OSError(code, f"bringing in {memory.nbytes} bytes of memory: {os.strerror(code)}")
 
 
+def move(target: memoryview, source: memoryview) -> None:
+    """Copy all of `source`, which must be writable, without the GIL: assigning to a memoryview holds it."""
+    array = ctypes.c_char * source.nbytes
+    ctypes.memmove(array.from_buffer(target), array.from_buffer(source), source.nbytes)
+
+
 def _map_private(nbytes: int) -> Mapping:
     mapping = Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.resources = Resources()

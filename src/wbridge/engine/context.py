@@ -10,7 +10,8 @@ import msgspec
 from wbridge.config import Config
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.types import WorkerPlan
-from wbridge.staging.base import ReceiverStaging, SenderStaging
+from wbridge.staging.base import ReceiverStaging, SenderStaging, WriterStaging
+from wbridge.staging.relay import RelayStaging
 from wbridge.staging.slots import LocalSlots
 from wbridge.transport.base import Endpoint, Transport
 
@@ -29,14 +30,27 @@ class WorkerContext(msgspec.Struct, frozen=True):
     """Names of the receivers whose slots carry a checksum."""
 
 
-class SenderContext(WorkerContext, frozen=True):
-    staging: SenderStaging
+class WriterContext(WorkerContext, frozen=True):
+    staging: WriterStaging
     gather_slots: Mapping[str, LocalSlots]
     """For each receiver, by name, whose memory is out of reach."""
 
 
+class SenderContext(WriterContext, frozen=True):
+    staging: SenderStaging
+
+
 class ReceiverContext(WorkerContext, frozen=True):
     staging: ReceiverStaging
+    relay: RelayContext | None
+    """If this worker is in an exchange."""
+
+
+class RelayContext(WriterContext, frozen=True):
+    """The surroundings of a rollout as a writer; `endpoints` reach the other members of its exchange, and
+    are the receiver's."""
+
+    staging: RelayStaging
 
 
 async def close_endpoints(context: WorkerContext) -> None:

@@ -10,7 +10,7 @@ import anyio
 
 from wbridge.engine.wire import encode
 from wbridge.errors import EndpointClosed, PeerLost
-from wbridge.flow.messages import Credit, Placed, Placement
+from wbridge.flow.messages import Alive, Credit, Placed, Placement, Unwanted
 from wbridge.ids import Epoch
 from wbridge.transport.base import Endpoint
 
@@ -26,11 +26,12 @@ class CreditSender:
         self._placements = placements
         self._epoch = epoch
         self._endpoint = endpoint
-        # Unbounded, bounded by what may be in it: one credit for each piece that has a slot.
-        self._credits, self._inbox = anyio.create_memory_object_stream[Credit](math.inf)
+        # Unbounded, bounded by what may be in it: one credit for each piece that has a slot, and a few signs.
+        self._credits, self._inbox = anyio.create_memory_object_stream[Credit | Alive | Unwanted](math.inf)
 
-    def give(self, credit: Credit) -> None:
-        self._credits.send_nowait(credit)
+    def give(self, message: Credit | Alive | Unwanted) -> None:
+        """Send a credit, or to another rollout a sign, when all before it has been sent."""
+        self._credits.send_nowait(message)
 
     async def run(self) -> None:
         """Send until cancelled."""
@@ -44,7 +45,7 @@ class CreditSender:
         for start in range(0, len(placements), PLACEMENTS_PER_MESSAGE):
             await self._send(Placed(tuple(placements[start : start + PLACEMENTS_PER_MESSAGE])))
 
-    async def _send(self, message: Credit | Placed) -> None:
+    async def _send(self, message: Credit | Placed | Alive | Unwanted) -> None:
         try:
             await self._endpoint.send(encode(self._epoch, message))
         except (PeerLost, EndpointClosed):

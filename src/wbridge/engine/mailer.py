@@ -12,7 +12,7 @@ import anyio.to_thread
 import msgspec
 
 from wbridge.device.base import Buffer, Event, PeerMemory
-from wbridge.engine.context import SenderContext
+from wbridge.engine.context import WriterContext
 from wbridge.engine.wire import encode
 from wbridge.errors import EndpointClosed, PeerLost
 from wbridge.flow.actions import Flush, SendStopped
@@ -30,6 +30,8 @@ class Order(msgspec.Struct, frozen=True, eq=False):
     credit: Credit
     piece: Piece
     source: Source
+    checksum: int = 0
+    """What is known of the bytes already; 0: nothing."""
 
 
 class Mailer:
@@ -44,7 +46,7 @@ class Mailer:
 
     def __init__(
         self,
-        context: SenderContext,
+        context: WriterContext,
         endpoint: Endpoint,
         *,
         put_ended: Callable[[str, Order], None],
@@ -167,7 +169,9 @@ class Mailer:
     async def _arrived(self, order: Order, gathered: Window) -> bytes:
         """The notification that this piece has arrived."""
         credit = order.credit
-        total = await anyio.to_thread.run_sync(checksum, gathered.view) if self._sums else 0
+        total = order.checksum
+        if self._sums and not total:
+            total = await anyio.to_thread.run_sync(checksum, gathered.view)
         return encode(self._context.epoch, Arrived(credit.ticket, credit.group, credit.piece, total))
 
     async def _settle(self) -> None:

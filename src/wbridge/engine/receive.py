@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Final
 
 import anyio
@@ -15,16 +15,18 @@ import msgspec
 from wbridge.device.base import Event
 from wbridge.engine.context import ReceiverContext, close_endpoints
 from wbridge.engine.credits import CreditSender
+from wbridge.engine.exchange import ExchangeMember
+from wbridge.engine.relay import Relay
 from wbridge.engine.scatters import Scatters
-from wbridge.errors import InternalError, UpdateAborted
+from wbridge.errors import InternalError, ProtocolError, UpdateAborted
 from wbridge.flow.actions import GiveCredit, GroupReady, ReplaceSlot, RingAction, TakeBack, ToLeader
-from wbridge.flow.messages import Arrived, Credit, Placement, Stopped
+from wbridge.flow.messages import Alive, Arrived, Credit, Placement, Stopped, Unwanted
 from wbridge.flow.ring import Incoming, ReceiverRing
 from wbridge.staging.checksum import checksum
 from wbridge.transport.base import RemoteSlot
 
-Key = tuple[int, int, int]
-"""Ticket, group, piece."""
+Key = tuple[int, int, int, str]
+"""Ticket, group, piece, writer."""
 
 CHECKS_AT_ONCE: Final = 4
 """Threads that compute checksums of what has arrived; few, since each keeps a core busy."""
@@ -68,6 +70,7 @@ class ReceiveEngine:
         self._ticket = 0
         self._aborted: dict[int, str] = {}
         self._progress = anyio.Event()
+        self._exchange = self._join_exchange()
         self.num_written: int = 0
         """Groups that the last `apply` has begun to write."""
         self.unproven: list[RemoteSlot] = []
@@ -85,6 +88,26 @@ class ReceiveEngine:
     @property
     def _is_in_place(self) -> bool:
         return self._context.staging.placements is not None
+
+    def _join_exchange(self) -> ExchangeMember | None:
+        context = self._context
+        if context.relay is None:
+            return None
+        relay = Relay(
+            context.relay,
+            self._groups,
+            keep=self._ring.keep,
+            let_go=lambda slot: self._perform(self._ring.checked(slot)),
+        )
+        return ExchangeMember(
+            context.worker,
+            context.plan.exchanges[0],
+            self._groups,
+            relay,
+            patience_s=context.config.relay_patience_s,
+            reassign=lambda *moved: self._perform(self._ring.reassign(*moved)),
+            tell=lambda member, message: self._credits[member].give(message),
+        )
 
     def _placements_for(self, writer: str) -> list[Placement]:
         placements = self._context.staging.placements
@@ -104,6 +127,8 @@ class ReceiveEngine:
                 async with anyio.create_task_group() as tasks:
                     for sender in self._credits.values():
                         tasks.start_soon(sender.run)
+                    if self._exchange is not None:
+                        tasks.start_soon(self._exchange.run)
                     for _ in range(CHECKS_AT_ONCE):
                         tasks.start_soon(self._check_pieces)
                     for buffer in self._context.staging.buffers:
@@ -124,20 +149,27 @@ class ReceiveEngine:
                 for buffer in self._context.staging.buffers:
                     self._context.transport.unregister(buffer)
                 self._context.staging.close()
+                if self._context.relay is not None:
+                    self._context.relay.staging.close()
 
     # What arrives -------------------------------------------------------------------------------------
 
-    def serve(self, ticket: int) -> None:
-        """Take a grant: credit its first groups."""
+    def serve(self, ticket: int, engines: Iterable[str] = ()) -> None:
+        """Take a grant: credit its first groups. `engines` take it together, this one among them."""
         self._ticket = ticket
         self._aborted.clear()
         self._ready.clear()
         before_hold = self._context.staging.groups_before_hold(len(self._groups))
-        self._perform(self._ring.grant(ticket, self._incoming, before_hold=before_hold))
+        incoming = self._incoming
+        if self._exchange is not None:
+            incoming = self._exchange.serve(ticket, engines)
+        self._perform(self._ring.grant(ticket, incoming, before_hold=before_hold))
 
     def abort(self, ticket: int, reason: str) -> None:
         """Void the grant; an apply that waits for its bytes raises `UpdateAborted`."""
         self._aborted[ticket] = reason
+        if self._exchange is not None:
+            self._exchange.end(ticket)
         self._perform(self._ring.abort(ticket))
         self._wake()
 
@@ -147,10 +179,12 @@ class ReceiveEngine:
 
     def arrived(self, writer: str, arrived: Arrived) -> None:
         """A piece is in its slot; with a checksum it counts only when that is found right."""
-        key = (arrived.ticket, arrived.group, arrived.piece)
+        key = (arrived.ticket, arrived.group, arrived.piece, writer)
         self._exposed.pop(key, None)
         if self._slots.pop(key, None) is None:
             return  # stale, or a second arrival
+        if self._exchange is not None:
+            self._exchange.arrived(arrived.ticket, writer, arrived.group, arrived.piece)
         slot = self._ring.checking(arrived) if arrived.checksum else None
         if slot is None:
             self._perform(self._ring.arrived(writer, arrived))
@@ -163,8 +197,35 @@ class ReceiveEngine:
         """The writer writes nothing of this any more, so what it was to write is not exposed any longer."""
         self._perform(self._ring.stopped(writer, stopped))
         for key in self._exposed:
-            if key[0] == stopped.ticket and stopped.group in (-1, key[1]) and self._writer_of(key) == writer:
+            if key[0] == stopped.ticket and stopped.group in (-1, key[1]) and key[3] == writer:
                 self._fences.send_nowait(functools.partial(self._retract, key))
+        if self._exchange is not None:
+            self._exchange.stopped(writer, stopped)
+
+    def from_member(self, peer: str, message: Credit | Alive | Unwanted) -> None:
+        """Another rollout lets us write, or waits for us, or does not any more."""
+        if self._exchange is None:
+            raise ProtocolError(
+                f"{self._context.worker}: {peer} takes it for a relay; run one release everywhere"
+            )
+        self._exchange.heard(peer)
+        match message:
+            case Credit():
+                self._exchange.credit(peer, message)
+            case Unwanted(ticket):
+                self._exchange.unwanted(peer, ticket)
+            case Alive():
+                return
+
+    def heard(self, peer: str) -> None:
+        """Something has come from it."""
+        if self._exchange is not None:
+            self._exchange.heard(peer)
+
+    def lose(self, peer: str) -> None:
+        """Another worker is gone: nothing more comes from it, and nothing is passed on to it."""
+        if self._exchange is not None:
+            self._exchange.lose(peer)
 
     async def _check_pieces(self) -> None:
         """If a checksum is wrong, the engine gives the ticket up."""
@@ -172,14 +233,29 @@ class ReceiveEngine:
             arrived = check.arrived
             total = await anyio.to_thread.run_sync(checksum, check.view)
             if total == arrived.checksum:
+                self._pass_on(check)
                 self._perform(self._ring.arrived(check.writer, arrived))
             elif arrived.ticket == self._ticket and arrived.ticket not in self._aborted:
-                self._give_up(
-                    arrived.ticket,
-                    f"{self._context.worker}, group {arrived.group}: the bytes from {check.writer} are not"
-                    " those it sent; send the version again",
-                )
+                self._refuse(check)
             self._perform(self._ring.checked(check.slot))
+
+    def _pass_on(self, check: _Check) -> None:
+        if self._exchange is not None:
+            arrived = check.arrived
+            self._exchange.verified(
+                arrived.ticket, arrived.group, arrived.piece, check.slot, check.view, arrived.checksum
+            )
+
+    def _refuse(self, check: _Check) -> None:
+        """These bytes are wrong: a relay's are taken from the trainer, a trainer's are not to be had."""
+        if self._exchange is not None and self._exchange.is_member(check.writer):
+            self._exchange.distrust(check.writer)
+            return
+        self._give_up(
+            check.arrived.ticket,
+            f"{self._context.worker}, group {check.arrived.group}: the bytes from {check.writer} are not"
+            " those it sent; send the version again",
+        )
 
     # Apply --------------------------------------------------------------------------------------------
 
@@ -263,12 +339,14 @@ class ReceiveEngine:
         piece = self._groups[give.group].pieces[give.piece]
         view = self._context.staging.slot_view(give.slot, piece.offset, piece.nbytes)
         remote = self._context.transport.expose(view, give.writer)
-        key = (give.ticket, give.group, give.piece)
+        key = (give.ticket, give.group, give.piece, give.writer)
         self._exposed[key], self._slots[key] = remote, give.slot
         credit = Credit(
             give.ticket, give.group, give.piece, give.slot, remote.token, piece.nbytes, self._is_in_place
         )
         self._credits[give.writer].give(credit)
+        if self._exchange is not None:
+            self._exchange.credited(give.writer, give.group, give.piece)
 
     async def _guard(self, fence: TakeBack) -> None:
         """Take a quarantined slot back from the transport, or give it new memory after the deadline.
@@ -289,7 +367,7 @@ class ReceiveEngine:
         """Whether the transport proves that `writer` will not write the slot any more."""
         proven = True
         for key in [k for k, slot in self._slots.items() if slot == fence.slot and k[0] == fence.ticket]:
-            if self._writer_of(key) == writer:
+            if key[3] == writer:
                 proven = await self._retract(key) and proven
         return proven
 
@@ -303,6 +381,3 @@ class ReceiveEngine:
             self._exposed.pop(key, None)
             self._slots.pop(key, None)
         return proven
-
-    def _writer_of(self, key: Key) -> str:
-        return str(self._groups[key[1]].pieces[key[2]].writer)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from wbridge.errors import ProtocolError
-from wbridge.flow.messages import Arrived, Credit, Placed, Stopped
+from wbridge.flow.messages import Alive, Arrived, Credit, Placed, Stopped, Unwanted
 from wbridge.ids import Epoch
 
-DataMessage = Credit | Arrived | Placed | Stopped
+DataMessage = Credit | Arrived | Placed | Stopped | Alive | Unwanted
 
 
 class DataFrame(msgspec.Struct, frozen=True, array_like=True):

@@ -223,6 +223,21 @@ class Stopped(_Message, frozen=True):
     group: int = -1
 
 
+# Relay <-> receiver, on the data path ----------------------------------------------------------------
+
+
+class Alive(_Message, frozen=True):
+    """A sign of one that others wait for, or that waits itself: it has not stopped, just nothing moves."""
+
+    ticket: int
+
+
+class Unwanted(_Message, frozen=True):
+    """Receiver -> relay: pass nothing more of `ticket` on to this worker, and say that you have stopped."""
+
+    ticket: int
+
+
 # Lockstep: leader <-> workers of one engine --------------------------------------------------------
 
 

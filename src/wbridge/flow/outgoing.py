@@ -12,12 +12,15 @@ from wbridge.flow.actions import CancelPut, Flush, FreeSource, OutgoingAction, S
 Piece = tuple[int, int]
 """(group, piece) of one receiver."""
 
+NOTHING: Mapping[str, Iterable[Piece]] = {}
+
 
 class _Share:
     """What one receiver still gets of one ticket."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[Piece], spare: Iterable[Piece]) -> None:
         self.due = set(pieces)  # granted, not started
+        self.spare = set(spare)  # a relay brings them, unless the receiver gives us credits all the same
         self.flying: set[Piece] = set()
         self.flushing: set[int] = set()  # groups (-1: all) whose flush is under way
         self.owed: set[int] = set()  # groups (-1: all) to be stopped once nothing flies
@@ -50,26 +53,35 @@ class Outgoing:
         self._sources.setdefault(ticket, _Source())
         return []
 
-    def serve(self, ticket: int, pieces: Mapping[str, Iterable[Piece]]) -> list[OutgoingAction]:
-        """A serving set: what we write to each receiver in it. A ticket may have several."""
+    def serve(
+        self,
+        ticket: int,
+        pieces: Mapping[str, Iterable[Piece]],
+        spare: Mapping[str, Iterable[Piece]] = NOTHING,
+    ) -> list[OutgoingAction]:
+        """A serving set: what we write to each receiver in it. A ticket may have several.
+
+        `spare`: what we write only if the receiver cannot get it from a relay.
+        """
         source = self._sources.get(ticket)
         if source is None:
             return []  # aborted and over
         out: list[OutgoingAction] = []
-        for receiver, all_pieces in pieces.items():
+        for receiver in dict.fromkeys((*pieces, *spare)):
             if receiver not in source.shares:
-                source.shares[receiver] = _Share(all_pieces)
+                source.shares[receiver] = _Share(pieces.get(receiver, ()), spare.get(receiver, ()))
                 for piece in sorted(source.early.pop(receiver, ())):
                     self._start(ticket, receiver, piece, out)
         return out
 
     def credit(self, receiver: str, ticket: int, group: int, piece: int) -> list[OutgoingAction]:
-        """The receiver lets us write this piece, once. It may overtake the grant; a void one is dropped."""
+        """The receiver lets us write this piece, once. It may overtake the grant; a void one is dropped,
+        and one that comes when the ticket is over is answered: we have stopped."""
         if ticket > self._announced:
             self._sources.setdefault(ticket, _Source())
         source = self._sources.get(ticket)
         if source is None:
-            return []
+            return [SendStopped(receiver, ticket, group)]
         if receiver not in source.shares:
             source.early.setdefault(receiver, set()).add((group, piece))
             return []
@@ -126,6 +138,7 @@ class Outgoing:
                 continue
             share.stopped = True
             share.due.clear()
+            share.spare.clear()
             share.owed = {-1}
             out += [CancelPut(receiver, ticket, *put) for put in sorted(share.flying)]
             out += self._go_on(ticket, receiver)
@@ -140,6 +153,8 @@ class Outgoing:
         if source is None:
             return []
         source.retired = True
+        for share in source.shares.values():
+            share.spare.clear()
         unwritten = [receiver for receiver, share in source.shares.items() if share.due]
         return [*self.aborted(ticket, unwritten), *self._free_if_over(ticket)]
 
@@ -152,6 +167,7 @@ class Outgoing:
             if share is not None:
                 share.stopped = True
                 share.due.clear()
+                share.spare.clear()
                 share.owed.clear()
                 share.flushing.clear()
             out += self._free_if_over(ticket)
@@ -166,11 +182,17 @@ class Outgoing:
     def _start(self, ticket: int, receiver: str, piece: Piece, out: list[OutgoingAction]) -> None:
         source = self._sources[ticket]
         share = source.shares[receiver]
-        if piece in share.due:
-            share.due.remove(piece)
+        if piece in share.due or piece in share.spare:
+            share.due.discard(piece)
+            share.spare.discard(piece)
             share.flying.add(piece)
             out.append(StartPut(receiver, ticket, *piece))
-        elif not share.stopped and piece not in share.flying:
+        elif share.stopped or piece in share.flying:
+            return
+        elif source.retired:  # it came too late: what it is for has come from a relay
+            share.owed.add(piece[0])
+            out += self._go_on(ticket, receiver)
+        else:
             source.early.setdefault(receiver, set()).add(piece)  # a reassignment may follow
 
     def _go_on(self, ticket: int, receiver: str) -> list[OutgoingAction]:

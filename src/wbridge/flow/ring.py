@@ -31,7 +31,7 @@ class _Slot:
         self.ticket = 0
         self.group = -1
         self.barrier: Barrier[int] = Barrier(())
-        self.num_checks = 0  # readers of what has arrived
+        self.num_readers = 0  # of what has arrived: checks, and relays
         self.may_write: set[tuple[str, int]] = set()  # (writer, piece) credited, neither written nor stopped
 
 
@@ -120,13 +120,18 @@ class ReceiverRing:
         slot = self._find(message.ticket, message.group)
         if slot is None or slot.state != "filling" or message.piece not in slot.barrier.missing:
             return None
-        slot.num_checks += 1
+        slot.num_readers += 1
         return self._slots.index(slot)
+
+    def keep(self, slot: int) -> None:
+        """What has arrived in this slot is read once more, until `checked`; it is not used again before."""
+        assert self._slots[slot].state == "filling", f"slot {slot} is {self._slots[slot].state}, not filling"
+        self._slots[slot].num_readers += 1
 
     def checked(self, slot: int) -> list[RingAction]:
         """That read is over."""
-        assert self._slots[slot].num_checks, f"nothing of slot {slot} is being checked"
-        self._slots[slot].num_checks -= 1
+        assert self._slots[slot].num_readers, f"nothing of slot {slot} is being read"
+        self._slots[slot].num_readers -= 1
         return self._go_on([])
 
     def stopped(self, writer: str, message: Stopped) -> list[RingAction]:
@@ -237,7 +242,7 @@ class ReceiverRing:
     def _go_on(self, out: list[RingAction]) -> list[RingAction]:
         """Free what may be freed, credit the same ticket's next groups, tell the leader of vacancy."""
         for slot in self._slots:
-            if slot.state == "quarantined" and not slot.may_write and not slot.num_checks:
+            if slot.state == "quarantined" and not slot.may_write and not slot.num_readers:
                 slot.state, slot.ticket, slot.group = "free", 0, -1
         if self._grant is not None:
             for stage, queue in self._grant.queues.items():

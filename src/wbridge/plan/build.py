@@ -15,6 +15,7 @@ from wbridge.plan.balance import Balance
 from wbridge.plan.cells import find_cells
 from wbridge.plan.checks import check
 from wbridge.plan.classes import Members, find_classes, find_members, included
+from wbridge.plan.exchanges import find_exchanges
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.schedule import ALIGNMENT
 from wbridge.plan.tables import Column, MapTable, tabulate
@@ -83,6 +84,8 @@ def plan_tables(
         slot_nbytes=config.slot_nbytes,
         fingerprint="",
     )
+    if config.relays == "auto":
+        plan = msgspec.structs.replace(plan, exchanges=find_exchanges(plan, topology, geometry))
     plan = msgspec.structs.replace(plan, fingerprint=_fingerprint(plan))
     check(plan, geometry)
     return plan

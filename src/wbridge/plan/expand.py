@@ -10,10 +10,12 @@ from wbridge.layout.region import Strided
 from wbridge.plan.balance import ANYWHERE, spread
 from wbridge.plan.checks import check_group
 from wbridge.plan.classes import needed_region
+from wbridge.plan.exchanges import group_nbytes
 from wbridge.plan.geometry import Chunk, Geometry, at_origin, distinct
 from wbridge.plan.schedule import Inflow, Item, PackedGroup, schedule
 from wbridge.plan.tables import Column
 from wbridge.plan.types import (
+    Exchange,
     Group,
     Outgoing,
     Piece,
@@ -46,6 +48,9 @@ class Expansion:
         self._intakes: dict[Receivers, Intake] = {}
         self._places: dict[tuple[int, Place], list[tuple[str, int]]] = {}
         self._names: dict[int, tuple[str, ...]] = {}
+        self._exchanges = {
+            (plan.table_of[exchange.members[0]], ANYWHERE): exchange for exchange in plan.exchanges
+        }
 
     def groups_into(self, receiver: WorkerId) -> tuple[Group, ...]:
         """Return the groups of a receiver, index 0..G-1; a trainer has none.
@@ -76,12 +81,36 @@ class Expansion:
         Raises:
             PlanError: the plan does not know this worker.
         """
+        index = self._plan.index(worker)
         return WorkerPlan(
             worker=worker,
             incoming=self.groups_into(worker),
-            outgoing=tuple(self._outgoing(self._plan.index(worker))),
+            outgoing=tuple(self._outgoing(index)),
             fingerprint=self._plan.fingerprint,
+            exchanges=tuple(
+                self._exchange(key)
+                for key, exchange in self._exchanges.items()
+                if index in exchange.members or self._has_part(index, key)
+            ),
         )
+
+    def exchanges(self) -> Iterator[tuple[list[int], Intake, Exchange]]:
+        """Yield the members of each exchange, the groups that each of them receives, and the exchange."""
+        for key in self._exchanges:
+            yield self._members[key], self._intake(key), self._exchange(key)
+
+    def _exchange(self, key: Receivers) -> Exchange:
+        planned, workers = self._exchanges[key], self._plan.workers
+        return Exchange(
+            members=tuple(workers[k] for k in planned.members),
+            hosts=tuple(self._plan.hosts[k] for k in planned.members),
+            entries=planned.entries,
+            ports=planned.ports,
+            num_groups=len(self._intake(key).groups),
+        )
+
+    def _has_part(self, writer: int, receivers: Receivers) -> bool:
+        return any(part.has_writer(writer, receivers[1]) for part in self._parts(receivers[0]))
 
     def all_groups(self) -> tuple[Group, ...]:
         """Return the groups of every receiver: for small plans, and for explaining."""
@@ -101,11 +130,13 @@ class Expansion:
                 counts = zip(part.cell.owners, part.counts(host), strict=True)
                 writers.update(owner for owner, count in counts if count)
             yield writers, members
+        for exchange in self._plan.exchanges:
+            yield set(exchange.members), list(exchange.members)
 
     def _outgoing(self, writer: int) -> list[Outgoing]:
         found: list[Outgoing] = []
         for receivers, members in self._members.items():
-            if not any(part.has_writer(writer, receivers[1]) for part in self._parts(receivers[0])):
+            if not self._has_part(writer, receivers):
                 continue
             intake = self._intake(receivers)
             for number, group in enumerate(intake.groups):
@@ -118,7 +149,11 @@ class Expansion:
 
     def _intake(self, receivers: Receivers) -> Intake:
         if receivers not in self._intakes:
-            self._intakes[receivers] = Intake(self._plan, receivers, self._parts(receivers[0]), self)
+            exchange = self._exchanges.get(receivers)
+            num_sharing = len(exchange.members) if exchange is not None else 1
+            self._intakes[receivers] = Intake(
+                self._plan, receivers, self._parts(receivers[0]), self, num_sharing
+            )
         return self._intakes[receivers]
 
     def _parts(self, table: int) -> list[_Part]:
@@ -172,12 +207,17 @@ class _Part:
 class Intake:
     """The groups of all receivers of one kind; their pieces are written out when asked for."""
 
-    def __init__(self, plan: Plan, receivers: Receivers, parts: list[_Part], shared: Expansion) -> None:
+    def __init__(
+        self, plan: Plan, receivers: Receivers, parts: list[_Part], shared: Expansion, num_sharing: int
+    ) -> None:
+        """`num_sharing`: how many receivers pass these groups on to each other, themselves included."""
         self._plan, self._parts, self._shared = plan, parts, shared
         table, host = receivers
-        self.groups: tuple[PackedGroup, ...] = schedule(
-            [self._inflow(part, host) for part in parts], plan.tables[table].indivisible, plan.slot_nbytes
-        )
+        inflows = [self._inflow(part, host) for part in parts]
+        nbytes = plan.slot_nbytes
+        if num_sharing > 1:
+            nbytes = group_nbytes(sum(inflow.nbytes for inflow in inflows), num_sharing, nbytes)
+        self.groups: tuple[PackedGroup, ...] = schedule(inflows, plan.tables[table].indivisible, nbytes)
         self._pieces: dict[tuple[int, int], Piece] = {}
         self._ways: dict[tuple[int, int], _Way] = {}
 

@@ -10,6 +10,7 @@ from wbridge.plan.bound import Bound, lower_bound
 from wbridge.plan.build import ANY_TOPOLOGY
 from wbridge.plan.expand import Expansion
 from wbridge.plan.geometry import Geometry
+from wbridge.plan.passing import between_links, passed_on
 from wbridge.plan.relays import find_relays
 from wbridge.plan.schedule import ring_slots
 from wbridge.plan.sizes import size_of, time_of
@@ -19,7 +20,8 @@ from wbridge.plan.types import Plan
 
 
 class Link(msgspec.Struct, frozen=True):
-    """Bytes that one trainer sends to one rollout worker in each version."""
+    """Bytes that one worker sends to one rollout worker in each version: a trainer, or a rollout that has
+    them."""
 
     writer: str
     receiver: str
@@ -72,7 +74,7 @@ class Explanation(msgspec.Struct, frozen=True):
     egress_nbytes: dict[str, int]
     """By trainer."""
     ingress_nbytes: dict[str, int]
-    """By rollout host."""
+    """By rollout host; without what its rollouts pass on to each other."""
     links: tuple[Link, ...]
     casts: tuple[Cast, ...]
     memory: tuple[SlotMemory, ...]
@@ -81,9 +83,12 @@ class Explanation(msgspec.Struct, frozen=True):
     model_nbytes: int
     """Distinct checkpoint elements that any rollout needs: one copy."""
     sent_nbytes: int
+    """By trainers."""
     copies_sent: float
+    relayed_nbytes: int
+    """What rollouts pass on to each other if all engines take a version together; 0: without relays."""
     loads: tuple[LinkLoad, ...]
-    """Of each direction of each link; bytes inside a host count like the others."""
+    """Of each direction of each link; what trainers send inside a host counts like the rest."""
     busiest_s: float
     bound: Bound
     ratio: float
@@ -91,7 +96,8 @@ class Explanation(msgspec.Struct, frozen=True):
     direct_ratio: float
     """The same over the least of plans in which trainers serve every rollout themselves."""
     relayed_ratio: float
-    """What `ratio` would be if rollouts passed bytes on, by the routes of `wbridge.plan.relays`."""
+    """What `ratio` could be if all rollouts that need equal bytes passed them on, also those with different
+    layouts, which no plan makes them do: by the routes of `wbridge.plan.relays`."""
     relayed_copies: float
     """What trainers would send then."""
 
@@ -105,8 +111,8 @@ class Explanation(msgspec.Struct, frozen=True):
             f"busiest link {time_of(self.busiest_s)}, lower bound {time_of(self.bound.relayed_s)},"
             f" ratio {self.ratio:.3f}; {time_of(self.bound.direct_s)}, ratio {self.direct_ratio:.3f}, without"
             " relays",
-            f"with relays, which no plan has yet: {self.relayed_copies:.2f} copies sent, ratio"
-            f" {self.relayed_ratio:.3f}",
+            f"rollouts pass on {size_of(self.relayed_nbytes)}; with relays between all layouts:"
+            f" {self.relayed_copies:.2f} copies sent, ratio {self.relayed_ratio:.3f}",
         ]
         lines += [
             f"load     {load.link:<32} {load.direction:<8} {size_of(load.nbytes):>12} at {load.gb_s:g} GB/s"
@@ -139,15 +145,19 @@ def explain(plan: Plan, config: Config, topology: Topology = ANY_TOPOLOGY) -> Ex
     """Measure `plan`, which `build_plan` made for this config and topology."""
     geometry, expansion = Geometry(), Expansion(plan)
     links = find_links(plan.workers, plan.hosts, topology)
-    traffic = find_traffic(plan, geometry)
+    traffic = passed_on(plan, expansion, find_traffic(plan, geometry))
     copy_nbytes, bound = lower_bound(plan, links, geometry)
-    sent, got = traffic.egress(), traffic.ingress()
+    crossing = between_links(plan, traffic)
+    sent, got = crossing.egress(), crossing.ingress()
     ingress = {plan.hosts[k]: 0 for k, worker in enumerate(plan.workers) if worker.role == "rollout"}
     for receiver, nbytes in got.items():
         ingress[plan.hosts[receiver]] += nbytes
     loads = loads_of(sent, got, links)
     busiest_s = max((load.seconds for load in loads), default=0.0)
-    total = sum(sent.values())
+    needed, total = (
+        sum(traffic.pairs.values()),
+        sum(nbytes for k, nbytes in sent.items() if plan.workers[k].role == "trainer"),
+    )
     relays = find_relays(plan, links, geometry)
     names = [str(worker) for worker in plan.workers]
     return Explanation(
@@ -163,10 +173,11 @@ def explain(plan: Plan, config: Config, topology: Topology = ANY_TOPOLOGY) -> Ex
         ),
         casts=tuple(Cast(*pair, nbytes) for pair, nbytes in sorted(traffic.casts.items())),
         memory=_memory(plan, expansion, config),
-        needed_nbytes=total,
+        needed_nbytes=needed,
         model_nbytes=copy_nbytes,
         sent_nbytes=total,
         copies_sent=total / copy_nbytes if copy_nbytes else 0.0,
+        relayed_nbytes=needed - total,
         loads=loads,
         busiest_s=busiest_s,
         bound=bound,
@@ -188,10 +199,12 @@ class _Sent:
 
 def _memory(plan: Plan, expansion: Expansion, config: Config) -> tuple[SlotMemory, ...]:
     found: dict[int, SlotMemory] = {}
+    passing = {k for exchange in plan.exchanges for k in exchange.members}
     sent = {k: _Sent() for k, worker in enumerate(plan.workers) if worker.role == "trainer"}
     for members, intake in expansion.intakes():
         for k in members:
-            found[k] = _ring(str(plan.workers[k]), [group.nbytes for group in intake.groups], config)
+            sizes = [group.nbytes for group in intake.groups]
+            found[k] = _ring(str(plan.workers[k]), sizes, config, passes_on=k in passing)
         for piece in (piece for group in intake.groups for piece in group.pieces):
             own = sent[piece.writer]
             own.num_groups += len(members)
@@ -225,9 +238,9 @@ def _memory(plan: Plan, expansion: Expansion, config: Config) -> tuple[SlotMemor
     return tuple(found[k] for k in sorted(found))
 
 
-def _ring(worker: str, sizes: list[int], config: Config) -> SlotMemory:
+def _ring(worker: str, sizes: list[int], config: Config, *, passes_on: bool) -> SlotMemory:
     slot_nbytes, version_nbytes = max(sizes, default=0), sum(sizes)
-    direct_slots = ring_slots(config, len(sizes), "direct")
+    direct_slots = ring_slots(config, len(sizes), "direct", passes_on=passes_on)
     pinned_slots = ring_slots(config, len(sizes), "pinned")
     lost_nbytes = sum(sizes[pinned_slots:])
     return SlotMemory(

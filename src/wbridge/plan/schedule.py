@@ -16,6 +16,9 @@ ALIGNMENT = 8
 DIRECT_SLOTS = 4
 """Slots of a direct ring unless the configuration says otherwise."""
 
+PASSING_SLOTS = 12
+"""The same for a rollout that takes part in an exchange: groups then come by up to three hops."""
+
 
 class Inflow(msgspec.Struct, frozen=True):
     """What one receiver gets of a cell for one of its rows."""
@@ -26,6 +29,10 @@ class Inflow(msgspec.Struct, frozen=True):
     element_nbytes: int
     writers: tuple[int, ...]
     """Of each block of each tensor, in order: the index of the worker that sends it."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.tensors) * sum(self.block_nbytes)
 
 
 class Item(msgspec.Struct, frozen=True, gc=False):
@@ -70,10 +77,11 @@ def schedule(
     return tuple(_packed(filled, widths) for filled in _pack(runs, capacity))
 
 
-def ring_slots(config: Config, num_groups: int, receiver_staging: Staging) -> int:
+def ring_slots(config: Config, num_groups: int, receiver_staging: Staging, *, passes_on: bool = False) -> int:
     """Return how many slots a receiver's ring has: a whole version when pinned, few when direct, and never
-    more than a version takes."""
-    automatic = num_groups if receiver_staging == "pinned" else DIRECT_SLOTS
+    more than a version takes. More if it `passes_on` what it gets, since slots are kept until then."""
+    few = PASSING_SLOTS if passes_on else DIRECT_SLOTS
+    automatic = num_groups if receiver_staging == "pinned" else few
     return min(config.num_slots or automatic, num_groups)
 
 

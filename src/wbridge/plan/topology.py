@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -32,6 +32,28 @@ class Topology(msgspec.Struct, frozen=True):
     """
 
     nics: dict[str, tuple[Nic, ...]] = {}
+
+
+def read_topology(entries: Iterable[str]) -> Topology:
+    """Return what `Config.topology` says.
+
+    Raises:
+        PlanError: a number is none, or not positive.
+    """
+    nics: dict[str, tuple[Nic, ...]] = {}
+    for entry in entries:
+        host, _, listed = entry.rpartition("=")
+        try:
+            found = [[float(number) for number in nic.split("/")] for nic in listed.split("+")]
+        except ValueError as exc:
+            raise PlanError(f"topology has {entry!r}: {exc}; give GB/s such as 12.5") from exc
+        nics[host.strip()] = tuple(Nic(each[0], each[-1]) for each in found)
+    return Topology(nics)
+
+
+def with_all_hosts(topology: Topology, hosts: Iterable[str]) -> Topology:
+    """Return it with one NIC, all of them equal, for each host that it does not list."""
+    return Topology(dict.fromkeys(hosts, (EVEN,)) | topology.nics)
 
 
 class Links(msgspec.Struct, frozen=True):

@@ -108,6 +108,22 @@ class PlannedClass(msgspec.Struct, frozen=True, array_like=True):
         return tuple(names_of(self.stems, self.layers))
 
 
+class PlannedExchange(msgspec.Struct, frozen=True, array_like=True):
+    """Rollouts with one table, on hosts without trainers, that pass their groups on to each other.
+
+    Trainers send a group to one member of those that take a version together, in proportion to `entries`.
+    That member sends it to one member on each other host, in proportion to `ports` there; and what has a
+    group sends it to the others on its host.
+    """
+
+    members: tuple[int, ...]
+    """In ascending order."""
+    entries: tuple[int, ...]
+    """By member."""
+    ports: tuple[int, ...]
+    """By member."""
+
+
 class Plan(msgspec.Struct, frozen=True):
     """Who sends which region to whom, by classes of equal tensors and equal workers.
 
@@ -126,6 +142,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Tensors that trainers hold and no rollout needs."""
     slot_nbytes: int
     fingerprint: str
+    exchanges: tuple[PlannedExchange, ...] = ()
+    """Relays; a rollout is in one at most. Who is in none gets everything from trainers."""
 
     def row(self, place: Place) -> PlannedRow:
         return self.tables[place[0]].rows[place[1]]
@@ -153,10 +171,26 @@ class Outgoing(msgspec.Struct, frozen=True):
     piece: Piece
 
 
+class Exchange(msgspec.Struct, frozen=True):
+    """A `PlannedExchange` as its members and trainers need it: see `wbridge.plan.routes`."""
+
+    members: tuple[WorkerId, ...]
+    hosts: tuple[str, ...]
+    entries: tuple[int, ...]
+    ports: tuple[int, ...]
+    num_groups: int
+
+
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """What one worker needs of a plan: the groups it receives and the pieces it writes, in group order."""
+    """What one worker needs of a plan: the groups it receives and the pieces it writes, in group order.
+
+    The writers of all pieces are trainers. Members of an exchange get most of them from each other, and
+    from the trainers when that fails.
+    """
 
     worker: WorkerId
     incoming: tuple[Group, ...]
     outgoing: tuple[Outgoing, ...]
     fingerprint: str
+    exchanges: tuple[Exchange, ...] = ()
+    """Of a rollout the one that it is in, of a trainer those to whose members it may write."""

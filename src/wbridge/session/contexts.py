@@ -12,7 +12,7 @@ from wbridge.config import Config
 from wbridge.control.messages import EpochStart, Peer
 from wbridge.device.base import Device, MemoryKind
 from wbridge.device.sharing import arena_of
-from wbridge.engine.context import ReceiverContext, SenderContext
+from wbridge.engine.context import ReceiverContext, RelayContext, SenderContext
 from wbridge.errors import ProtocolError
 from wbridge.ids import WorkerId
 from wbridge.plan.schedule import ring_slots
@@ -21,6 +21,7 @@ from wbridge.staging.base import ReceiverStaging, SenderStaging
 from wbridge.staging.direct import DirectReceiver, DirectSender
 from wbridge.staging.in_place import InPlaceReceiver
 from wbridge.staging.pinned import PinnedReceiver, PinnedSender
+from wbridge.staging.relay import RelayStaging
 from wbridge.staging.slots import LocalSlots
 from wbridge.transport.base import Endpoint
 from wbridge.transport.select import Transports
@@ -52,7 +53,7 @@ async def open_sender_context(
         transport=transport,
         staging=staging,
         gather_slots=gather_slots,
-        checksums=_checksummed(config, transport, peers),
+        checksums=_checksummed(config, transport, peers) | _members(plan),
         endpoints=endpoints,
     )
 
@@ -67,26 +68,74 @@ async def open_receiver_context(
     tensors: Tensors,
 ) -> ReceiverContext:
     """Connect to every writer of this worker, for its credits, and allocate its ring."""
-    peers = _peers(start, {piece.writer for group in plan.incoming for piece in group.pieces})
+    members = {member for exchange in plan.exchanges for member in exchange.members} - {plan.worker}
+    peers = _peers(start, {piece.writer for group in plan.incoming for piece in group.pieces} | members)
     endpoints = await _connect(transport, peers)
-    is_local = config.checksum != "on" and all(endpoint.fill for endpoint in endpoints.values())
+    # Slots from which others are written lie in host memory.
+    is_local = not members and config.checksum != "on" and all(e.fill for e in endpoints.values())
     is_near = is_local and all(
         transport.reaches_slots_on_device(peer.transport_address, endpoints[str(peer.worker)])
         for peer in peers
     )
+
+    def build() -> tuple[ReceiverStaging, RelayContext | None]:
+        staging = _receiver_staging(config, device, tensors, plan, is_local=is_local, is_near=is_near)
+        try:
+            return staging, _relay_context(start, plan, config, transport, device, endpoints)
+        except BaseException:  # whatever it is, no stream stays open; raised again
+            staging.close()
+            raise
+
+    staging, relay = await _build(endpoints, build)
     return ReceiverContext(
         worker=plan.worker,
         epoch=start.epoch,
         plan=plan,
         config=config,
         transport=transport,
-        staging=await _build(
-            endpoints,
-            lambda: _receiver_staging(config, device, tensors, plan, is_local=is_local, is_near=is_near),
-        ),
+        staging=staging,
+        relay=relay,
         checksums=frozenset(),
         endpoints=endpoints,
     )
+
+
+def _relay_context(
+    start: EpochStart,
+    plan: WorkerPlan,
+    config: Config,
+    transport: Transports,
+    device: Device,
+    endpoints: Mapping[str, Endpoint],
+) -> RelayContext | None:
+    """The surroundings of a rollout that passes on what it gets, if it does."""
+    if not plan.exchanges:
+        return None
+    names = _members(plan) - {str(plan.worker)}
+    largest = max((piece.nbytes for group in plan.incoming for piece in group.pieces), default=0)
+    staging = RelayStaging(device, local_slots=config.local_slots)
+    try:
+        far = sorted(name for name in names if endpoints[name].fill is None)
+        gather_slots = {name: staging.open_slots(largest) for name in far}
+    except BaseException:  # whatever it is, no stream stays open; raised again
+        staging.close()
+        raise
+    return RelayContext(
+        worker=plan.worker,
+        epoch=start.epoch,
+        plan=plan,
+        config=config,
+        transport=transport,
+        staging=staging,
+        gather_slots=gather_slots,
+        checksums=names,
+        endpoints={name: endpoints[name] for name in names},
+    )
+
+
+def _members(plan: WorkerPlan) -> frozenset[str]:
+    """Who passes on what it gets, so that it has to be right."""
+    return frozenset(str(member) for exchange in plan.exchanges for member in exchange.members)
 
 
 def _sender_memory(
@@ -123,7 +172,7 @@ def _receiver_staging(
 ) -> ReceiverStaging:
     """`is_local`: all writers can write memory of this process; `is_near`: of its device too."""
     policy = config.mode.receiver_staging
-    num_slots = ring_slots(config, len(plan.incoming), policy)
+    num_slots = ring_slots(config, len(plan.incoming), policy, passes_on=bool(plan.exchanges))
     if policy == "pinned":
         return PinnedReceiver(device, tensors, plan.incoming, num_slots=num_slots)
     pieces = [piece for group in plan.incoming for piece in group.pieces]

@@ -21,7 +21,7 @@ from wbridge.engine.receive import ReceiveEngine
 from wbridge.engine.wire import DataFrame
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, UpdateAborted, WBridgeError
 from wbridge.flow.actions import Apply, Leave, PollFails, RunBeforeApply, Unpark
-from wbridge.flow.messages import Arrived, Serve, Stopped, TicketAborted
+from wbridge.flow.messages import Alive, Arrived, Credit, Serve, Stopped, TicketAborted, Unwanted
 from wbridge.ids import Epoch, WorkerId
 from wbridge.observe.stats import UpdateStats
 from wbridge.plan.types import WorkerPlan
@@ -308,7 +308,9 @@ class Rollout:
             self._lockstep.from_coordinator(message)
 
     def worker_lost(self, worker: WorkerId, reason: str) -> None:
-        """What it was to bring is aborted by the coordinator; what it may still write is fenced."""
+        """What a trainer was to bring is aborted by the coordinator; what it may still write is fenced."""
+        if self._engine is not None:
+            self._engine.lose(str(worker))
 
     def coordinator_lost(self, reason: str) -> None:
         self._is_live, self._unsent = False, []
@@ -338,7 +340,7 @@ class Rollout:
     def serve(self, serve: Serve) -> None:
         assert self._engine is not None
         self._serve = serve
-        self._engine.serve(serve.ticket)
+        self._engine.serve(serve.ticket, serve.engines)
 
     def abort(self, aborted: TicketAborted) -> None:
         assert self._engine is not None
@@ -390,6 +392,9 @@ class Rollout:
             return
         match frame.message:
             case Arrived():
+                self._engine.heard(peer)
                 self._engine.arrived(peer, frame.message)
             case Stopped():
                 self._engine.stopped(peer, frame.message)
+            case Credit() | Alive() | Unwanted():
+                self._engine.from_member(peer, frame.message)

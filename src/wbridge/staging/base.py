@@ -31,7 +31,19 @@ class Source(Protocol):
         ...
 
 
-class SenderStaging(Protocol):
+class WriterStaging(Protocol):
+    """What a writer needs, whatever it writes: places to gather in."""
+
+    def adopt(self, memory: PeerMemory) -> Buffer:
+        """Return the memory of a receiver on this host as a buffer to gather in."""
+        ...
+
+    def close(self) -> None:
+        """End the streams; copies that were started still finish. Idempotent."""
+        ...
+
+
+class SenderStaging(WriterStaging, Protocol):
     """How a sender gets hold of a version's weights, and of places to gather them in."""
 
     @property
@@ -54,14 +66,6 @@ class SenderStaging(Protocol):
 
     def open_slots(self, nbytes: int) -> LocalSlots:
         """Return slots of that size for one receiver, so that a slow one keeps no other waiting."""
-        ...
-
-    def adopt(self, memory: PeerMemory) -> Buffer:
-        """Return the memory of a receiver on this host as a buffer to gather in."""
-        ...
-
-    def close(self) -> None:
-        """End the streams; copies that were started still finish. Idempotent."""
         ...
 
 

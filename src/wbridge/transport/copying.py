@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -10,6 +9,8 @@ from typing import Final
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+
+from wbridge.device.memory import move
 
 _INLINE_NBYTES: Final = 256 * 1024
 """Longer copies run in a thread, without the GIL, so that the loop goes on."""
@@ -44,11 +45,5 @@ async def copy(target: memoryview, source: memoryview) -> None:
         target[:] = source.cast("B") if source.nbytes else b""
         return
     with anyio.CancelScope(shield=True):
-        await anyio.to_thread.run_sync(_move, target, source)
+        await anyio.to_thread.run_sync(move, target, source)
     await anyio.lowlevel.checkpoint_if_cancelled()
-
-
-def _move(target: memoryview, source: memoryview) -> None:
-    """Copy without the GIL, which a memoryview assignment would hold."""
-    array = ctypes.c_char * source.nbytes
-    ctypes.memmove(array.from_buffer(target), array.from_buffer(source), source.nbytes)

@@ -53,7 +53,7 @@ def test_limits_and_settings_count(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_and_a_file_of_speeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     maps = sharded()
     plan, speeds = tmp_path / "plan.json", tmp_path / "speeds.json"
-    told = explained(maps, {worker: f"{worker.role}{worker.rank // 2}" for worker in maps})
+    told = explained(maps, {worker: f"{worker.role}{worker.rank // 2}" for worker in maps}, relays="off")
     plan.write_bytes(msgspec.json.encode(told))
     speeds.write_text('{"snapshot_gb_s": 1, "link_gb_s": 2, "apply_gb_s": 9}')
     found = report(capsys, "--plan", str(plan), "--speeds", str(speeds), *STEPS, *COPIES)

@@ -65,7 +65,7 @@ def test_a_source_is_free_when_retired_and_our_own_puts_are_over() -> None:
     machine.credit("r", 1, 0, 0)
     assert machine.retired(1) == []
     assert machine.put_ended("r", 1, 0, 0) == [FreeSource(1)]
-    assert machine.credit("r", 1, 0, 0) == []
+    assert machine.credit("r", 1, 0, 0) == [SendStopped("r", 1, 0)]
 
 
 def test_an_abort_of_one_receiver_leaves_the_others() -> None:

@@ -137,7 +137,9 @@ def test_limits_exclude_modes() -> None:
 
 def test_a_plan_gives_its_own_loads() -> None:
     maps = sharded()
-    told = explained(maps, {worker: f"{worker.role}{worker.rank // 2}" for worker in maps}, slot_nbytes=256)
+    told = explained(
+        maps, {worker: f"{worker.role}{worker.rank // 2}" for worker in maps}, slot_nbytes=256, relays="off"
+    )
     found = load_of(told, trainers_per_host=2)
     assert (found.num_trainers, found.num_engines, found.num_rollouts) == (2, 1, 4)
     assert (found.shard_nbytes, found.egress_nbytes, found.ingress_nbytes) == (512, 1024, 512)

@@ -26,7 +26,7 @@ def sharded() -> dict[WorkerId, SourceMap]:
 def test_bytes_by_trainer_host_and_link() -> None:
     maps = sharded()
     hosts = {worker: f"{worker.role}{worker.rank // 2}" for worker in maps}
-    told = explained(maps, hosts)
+    told = explained(maps, hosts, relays="off")
     assert told.egress_nbytes == {"trainer/train[0]": 1024, "trainer/train[1]": 1024}
     assert told.ingress_nbytes == {"rollout0": 1024, "rollout1": 1024}
     assert [(link.writer, link.receiver, link.nbytes) for link in told.links][:2] == [
@@ -40,6 +40,26 @@ def test_bytes_by_trainer_host_and_link() -> None:
         1024,
         2.0,
     )
+    assert told.relayed_nbytes == 0
+
+
+def test_bytes_that_rollouts_pass_on() -> None:
+    """Ranks 0 and 2 need the same, on different hosts: trainers send it to one, which passes it on."""
+    maps = sharded()
+    hosts = {worker: f"{worker.role}{worker.rank // 2}" for worker in maps}
+    told = explained(maps, hosts, slot_nbytes=128)
+    assert told.egress_nbytes == {"trainer/train[0]": 512, "trainer/train[1]": 512}
+    assert told.ingress_nbytes == {"rollout0": 1024, "rollout1": 1024}
+    assert (told.needed_nbytes, told.sent_nbytes, told.relayed_nbytes) == (2048, 1024, 1024)
+    assert (told.copies_sent, told.ratio) == (1.0, pytest.approx(1.0))
+    passed = {(link.writer, link.receiver): link.nbytes for link in told.links if "rollout" in link.writer}
+    assert passed == {
+        (f"rollout/engine0[{a}]", f"rollout/engine0[{b}]"): 256 for a, b in ((0, 2), (2, 0), (1, 3), (3, 1))
+    }
+
+    together = explained(maps, {worker: worker.role for worker in maps})
+    assert together.ingress_nbytes == {"rollout": 1024}  # what stays inside the host is not counted
+    assert (together.relayed_nbytes, together.copies_sent) == (1024, 1.0)
 
 
 def test_lower_bound_and_ratio() -> None:
@@ -123,7 +143,7 @@ def test_text_and_json() -> None:
     told = explained(maps, one_host(maps))
     text = told.to_text()
     assert "needed 1.02 kB, sent 1.02 kB, 1.00 copies of 1.02 kB" in text
-    assert "with relays, which no plan has yet: 1.00 copies sent, ratio 1.000" in text
+    assert "rollouts pass on 0 B; with relays between all layouts: 1.00 copies sent, ratio 1.000" in text
     assert "float32 -> bfloat16 as bfloat16: 1.02 kB" in text
     assert "trainer/train[0] -> rollout/engine0[0]: 1.02 kB inside a host" in text
     assert msgspec.json.decode(msgspec.json.encode(told), type=Explanation) == told

@@ -1,0 +1,176 @@
+"""ExchangeMember: what a rollout worker does as one that gets groups from others, and passes them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import anyio
+import anyio.abc
+
+from wbridge.engine.relay import Relay
+from wbridge.flow.messages import Alive, Credit, Stopped, Unwanted
+from wbridge.flow.ring import Incoming
+from wbridge.ids import WorkerId
+from wbridge.plan.routes import duties_of, find_routes
+from wbridge.plan.types import Exchange, Group
+
+SIGNS_PER_PATIENCE = 4
+"""How often those that wait for each other give a sign in `relay_patience_s`."""
+
+
+class ExchangeMember:
+    """Knows from whom each group of the current ticket comes, and turns to the trainers where that fails.
+
+    `reassign` is called with each (ticket, group, piece, writer) that another writer is to bring, `tell` with
+    what is to be sent to another member.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        exchange: Exchange,
+        groups: tuple[Group, ...],
+        relay: Relay,
+        *,
+        patience_s: float,
+        reassign: Callable[[int, int, int, str], None],
+        tell: Callable[[str, Alive | Unwanted], None],
+    ) -> None:
+        self._worker = worker
+        self._exchange = exchange
+        self._groups = groups
+        self.relay: Relay = relay
+        self._patience_s = patience_s
+        self._reassign, self._tell = reassign, tell
+        self._members = {str(member) for member in exchange.members}
+        self._ticket = 0
+        self._sources: dict[int, str] = {}  # by group: the member that is to bring it
+        self._owed: dict[str, set[tuple[int, int]]] = {}  # credits that members have not served yet
+        self._stops: dict[int, set[str]] = {}  # members that have stopped before their ticket was granted
+        self._lost: set[str] = set()
+        self._heard_s: dict[str, float] = {}
+        self._busy = anyio.Event()
+
+    async def run(self) -> None:
+        """Pass on, and watch over those that are waited for, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.relay.run)
+            while True:
+                await self._busy.wait()
+                await anyio.sleep(self._patience_s / SIGNS_PER_PATIENCE)  # the beat of the signs
+                self._look_around()
+
+    def serve(self, ticket: int, engines: Iterable[str]) -> tuple[Incoming, ...]:
+        """Take a grant: return who is to write what. `engines` take the ticket together."""
+        routes = find_routes(self._exchange, frozenset(engines))
+        sources = routes.get(self._worker, (None,) * len(self._groups))
+        self._ticket = ticket
+        self._owed.clear()
+        gone = self._lost.union(self._stops.get(ticket, ()))
+        self._stops = {later: own for later, own in self._stops.items() if later > ticket}
+        self._sources = {g: str(s) for g, s in enumerate(sources) if s is not None and str(s) not in gone}
+        duties = duties_of(self._worker, routes)
+        self.relay.serve(ticket, {g: {str(m) for m in own} - self._lost for g, own in duties.items()})
+        now_s = anyio.current_time()
+        self._heard_s = dict.fromkeys(self._members, now_s)
+        return tuple(
+            Incoming(tuple(self._sources.get(g.index, str(piece.writer)) for piece in g.pieces), g.stage)
+            for g in self._groups
+        )
+
+    def end(self, ticket: int) -> None:
+        """The grant is void: nobody is to bring anything for it, and nothing is passed on."""
+        if ticket == self._ticket:
+            for member in sorted(set(self._sources.values())):
+                self._tell(member, Unwanted(ticket))
+            self._sources.clear()
+            self._owed.clear()
+            self.relay.end()
+
+    # What other members do ----------------------------------------------------------------------------
+
+    def credited(self, writer: str, group: int, piece: int) -> None:
+        """A credit of the current ticket is on its way."""
+        if writer in self._members:
+            if not self._owed.get(writer):
+                self._heard_s[writer] = anyio.current_time()  # before, it owed nothing
+            self._owed.setdefault(writer, set()).add((group, piece))
+            self._busy.set()
+
+    def heard(self, peer: str) -> None:
+        """A sign of life."""
+        if peer in self._members:
+            self._heard_s[peer] = anyio.current_time()
+
+    def arrived(self, ticket: int, writer: str, group: int, piece: int) -> None:
+        if ticket == self._ticket and writer in self._owed:
+            self._owed[writer].discard((group, piece))
+
+    def verified(self, ticket: int, group: int, piece: int, slot: int, kept: memoryview, total: int) -> None:
+        """A piece of ours is there and right: it is passed on."""
+        before = self.relay.kept_for
+        self.relay.verified(ticket, group, piece, slot, kept, total)
+        if after := self.relay.kept_for:
+            self._busy.set()
+            self._heard_s |= dict.fromkeys(after - before, anyio.current_time())
+
+    def credit(self, peer: str, credit: Credit) -> None:
+        """Another member lets us write."""
+        self.relay.credit(peer, credit)
+        self._busy.set()
+
+    def unwanted(self, peer: str, ticket: int) -> None:
+        self.relay.drop(peer, ticket)
+
+    def stopped(self, writer: str, stopped: Stopped) -> None:
+        """A member that passes nothing on any more is bypassed at once."""
+        if writer in self._members:
+            if stopped.ticket == self._ticket:
+                self._bypass(writer)
+            elif stopped.ticket > self._ticket:
+                self._stops.setdefault(stopped.ticket, set()).add(writer)
+
+    def is_member(self, writer: str) -> bool:
+        return writer in self._members
+
+    def distrust(self, writer: str) -> None:
+        """What it has brought is not what the trainer sent: take the rest from the trainers."""
+        self._bypass(writer)
+        self._tell(writer, Unwanted(self._ticket))
+
+    def lose(self, peer: str) -> None:
+        """A worker is gone."""
+        if peer in self._members:
+            self._lost.add(peer)
+            self.relay.lose(peer)
+            self._bypass(peer)
+
+    # Patience -------------------------------------------------------------------------------------------
+
+    def _bypass(self, relay: str) -> None:
+        """Have the trainers bring what this member was to."""
+        self._owed.pop(relay, None)
+        moved = [group for group, source in self._sources.items() if source == relay]
+        for group in moved:
+            del self._sources[group]
+        for group in moved:
+            for k, piece in enumerate(self._groups[group].pieces):
+                self._reassign(self._ticket, group, k, str(piece.writer))
+
+    def _look_around(self) -> None:
+        """Give a sign to those that wait, and give up those that do not."""
+        late_s = anyio.current_time() - self._patience_s
+        owing = {member for member, owed in self._owed.items() if owed}
+        for member in sorted(owing):
+            if self._heard_s[member] <= late_s:
+                self._bypass(member)
+                self._tell(member, Unwanted(self._ticket))
+        kept_for = self.relay.kept_for
+        for member in sorted(kept_for):
+            if self._heard_s.get(member, late_s) <= late_s:
+                self.relay.drop(member)
+        waiting = self.relay.awaited_by | {member for member, owed in self._owed.items() if owed}
+        for member in sorted(waiting - self._lost):
+            self._tell(member, Alive(self._ticket))
+        if not waiting and not self.relay.kept_for:
+            self._busy = anyio.Event()

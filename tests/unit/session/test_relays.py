@@ -1,0 +1,176 @@
+"""Engines that pass weights on to each other: what is sent by whom, whole versions, and relays that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.session.exchange import THREE, engine_of, exchanging, member_of
+from tests.unit.session.job import MODES, Job, gather
+from wbridge.device.base import Event
+from wbridge.flow.messages import Alive, Credit
+from wbridge.staging.relay import RelayStaging
+from wbridge.staging.slots import Place
+from wbridge.transport.loopback import LoopbackEndpoint
+
+pytestmark = pytest.mark.anyio
+
+PAIRS = {"engine-0": 2, "engine-1": 2}
+COPY_NBYTES = 11_140
+"""Of the toy model."""
+
+
+def sent(adapters: Any) -> int:
+    return sum(adapter.counters["put_nbytes"] for adapter in adapters)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_trainers_send_one_copy_and_every_host_gets_one(mode: str, tmp_path: Path) -> None:
+    async with exchanging(tmp_path, mode) as job:
+        for version in (1, 2, 3):
+            deliveries, updates = await job.update(version)
+            assert job.holds(version) and [update.version for update in updates] == [version] * 3
+            assert await deliveries[0].applied() == dict.fromkeys(THREE, "applied")
+            assert sent(job.senders) == version * COPY_NBYTES
+            assert sent(job.receivers) == version * 2 * COPY_NBYTES
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_workers_of_one_host_get_it_from_each_other(mode: str, tmp_path: Path) -> None:
+    """Two hosts of two engines each: every group crosses once to each host."""
+    engines = dict.fromkeys(("engine-0", "engine-1", "engine-2", "engine-3"), 1)
+    hosts = {name: f"host-{k // 2}" for k, name in enumerate(engines)}
+    async with exchanging(tmp_path, mode, engines=engines, hosts=hosts) as job:
+        for version in (1, 2):
+            await job.update(version)
+            assert job.holds(version)
+        assert (sent(job.senders), sent(job.receivers)) == (2 * COPY_NBYTES, 6 * COPY_NBYTES)
+        routed = [member_of(job, k)._sources for k in range(4)]
+        for group in range(len(engine_of(job, 0)._groups)):
+            crossing = [
+                k
+                for k, sources in enumerate(routed)
+                if (source := sources.get(group)) and hosts[source[8:16]] != hosts[f"engine-{k}"]
+            ]
+            entries = [k for k, sources in enumerate(routed) if group not in sources]
+            assert len(entries) == len(crossing) == 1
+
+
+async def test_ranks_of_an_engine_exchange_with_the_same_ranks_of_others(tmp_path: Path) -> None:
+    async with exchanging(tmp_path, "sync", engines=PAIRS) as job:
+        await job.update(1)
+        assert job.holds(1)
+        groups = [group for k in range(4) for group in engine_of(job, k)._groups]
+        received = sum(piece.nbytes for group in groups for piece in group.pieces)
+        assert sent(job.senders) == sent(job.receivers) == received / 2
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+async def test_rings_of_any_size_do_not_deadlock(mode: str, num_slots: int, tmp_path: Path) -> None:
+    async with exchanging(tmp_path, mode, num_slots=num_slots, relay_patience_s=60.0) as job:
+        for version in (1, 2, 3):
+            await job.update(version)
+            assert job.holds(version)
+        assert sent(job.senders) == 3 * COPY_NBYTES  # nobody lost patience
+
+
+async def test_without_relays_trainers_serve_everybody(tmp_path: Path) -> None:
+    async with exchanging(tmp_path, "sync", relays="off") as job:
+        await job.update(1)
+        assert job.holds(1)
+        assert (sent(job.senders), sent(job.receivers)) == (3 * COPY_NBYTES, 0)
+
+
+async def test_relays_that_would_be_slower_are_not_planned(tmp_path: Path) -> None:
+    slow = tuple(f"{engine}=0.1/10" for engine in THREE)
+    async with exchanging(tmp_path, "sync", topology=("trainers=10", *slow)) as job:
+        await job.update(1)
+        assert (sent(job.senders), sent(job.receivers)) == (3 * COPY_NBYTES, 0)
+
+
+async def test_c58_an_engine_that_is_not_granted_passes_nothing_on(tmp_path: Path) -> None:
+    """Routes come from those that take the version, so nobody waits for the others, and one copy is sent."""
+    async with exchanging(tmp_path, "receiver_overlap", relay_patience_s=0.3) as job:
+        await job.update(1)
+        for version in (2, 3):  # engine 2 has room for the first of them, and takes no more after it
+            await gather(lambda v=version: job.send(v), lambda: job.take(0, 1))
+        assert all(job.rollouts[i].holds(3) for i in (0, 1)) and job.rollouts[2].holds(1)
+        assert sent(job.senders) == 3 * COPY_NBYTES
+
+
+async def test_c42_what_a_relay_has_not_found_right_is_not_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's bytes reach one engine damaged: it gives up, and the others have the version."""
+    async with exchanging(tmp_path, "receiver_overlap", num_trainers=1, relay_patience_s=60.0) as job:
+        await job.update(1)
+        copy = LoopbackEndpoint._copy
+        spoilt: list[str] = []
+
+        async def spoil(endpoint: LoopbackEndpoint, target: memoryview, source: memoryview) -> None:
+            await copy(endpoint, target, source)
+            if endpoint.peer == "rollout/engine-1[0]" and not spoilt:
+                spoilt.append(endpoint.peer)
+                target[0] ^= 1
+
+        monkeypatch.setattr(LoopbackEndpoint, "_copy", spoil)
+        deliveries, _ = await gather(lambda: job.send(2), lambda: job.take(0, 2))
+        assert spoilt
+        outcomes = await deliveries[0].applied()  # type: ignore[attr-defined]  # a list of each kind
+        assert outcomes == {"engine-0": "applied", "engine-1": "aborted", "engine-2": "applied"}
+        assert job.rollouts[0].holds(2) and job.rollouts[1].holds(1) and job.rollouts[2].holds(2)
+        await job.update(3)
+        assert job.holds(3)
+
+
+async def test_bytes_that_a_relay_damages_are_taken_from_the_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with exchanging(tmp_path, "receiver_overlap", num_trainers=1, relay_patience_s=60.0) as job:
+        await job.update(1)
+        copy = RelayStaging.copy
+        spoilt: list[int] = []
+
+        def spoil(staging: RelayStaging, place: Place, kept: memoryview) -> Event:
+            event = copy(staging, place, kept)
+            event.synchronize()
+            place.buffer.view[place.offset] ^= 1
+            spoilt.append(kept.nbytes)
+            return event
+
+        monkeypatch.setattr(RelayStaging, "copy", spoil)
+        await job.update(2)
+        assert job.holds(2) and spoilt
+
+
+def holding_back(monkeypatch: pytest.MonkeyPatch, job: Job, index: int) -> list[str]:
+    """From now on this worker passes nothing on and gives no sign, as if it had been stopped."""
+    muted: list[str] = []
+    relay, member = member_of(job, index).relay, member_of(job, index)
+
+    def swallow(receiver: str, credit: Credit) -> None:
+        muted.append(receiver)
+
+    monkeypatch.setattr(relay, "credit", swallow)
+    tell = member._tell
+    monkeypatch.setattr(
+        member, "_tell", lambda to, message: None if isinstance(message, Alive) else tell(to, message)
+    )
+    return muted
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_silent_relay_is_bypassed(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainers bring what it owes, and only that; it gets the version itself."""
+    async with exchanging(tmp_path, mode, relay_patience_s=0.2) as job:
+        await job.update(1)
+        before = sent(job.senders)
+        muted = holding_back(monkeypatch, job, 1)
+        await job.update(2)
+        assert job.holds(2) and muted
+        kept = [g for g in engine_of(job, 1)._groups if g.index not in member_of(job, 1)._sources]
+        owed = sum(piece.nbytes for group in kept for piece in group.pieces)
+        assert sent(job.senders) - before == COPY_NBYTES + 2 * owed
