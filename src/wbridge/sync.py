@@ -168,6 +168,10 @@ class ReceiverAdapter:
         """See `wbridge.ReceiverAdapter.step`; use it with `with`."""
         return self._rollout.step()
 
+    def rebind(self) -> None:
+        """See `wbridge.ReceiverAdapter.rebind`."""
+        drive_blocking(self._rollout.rebind())
+
     def request(self) -> ServedRequest:
         """See `wbridge.ReceiverAdapter.request`."""
         return ServedRequest(self._rollout)

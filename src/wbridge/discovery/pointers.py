@@ -10,6 +10,8 @@ import torch
 from wbridge.errors import LayoutError
 
 _SHOWN = 5
+_STORAGE = "its storage was replaced"
+_OBJECT = "its parameter object was replaced"
 
 
 class Owner(NamedTuple):
@@ -67,6 +69,22 @@ class Bindings:
                 "after the step that replaces parameters, or keep it from replacing them"
             )
 
+    def bind_again(self) -> Bindings:
+        """Remember where the same parameters lie now, of a mapping that shows replaced ones.
+
+        Raises:
+            LayoutError: some are gone, or have another shape, dtype or strides; the message names them.
+        """
+        hows = {name: self._how_moved(name) for name in self._places}
+        changed = [f"{name}: {how}" for name, how in hows.items() if how not in ("", _STORAGE, _OBJECT)]
+        if changed:
+            rest = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+            raise LayoutError(
+                f"{len(changed)} of {len(self._places)} parameters are not laid out as before: "
+                f"{'; '.join(changed[:_SHOWN])}{rest}; close this adapter, and connect with a new one"
+            )
+        return Bindings(self._parameters, self._places, self._owners)
+
     def _how_moved(self, name: str) -> str:
         owner, before = self._owners.get(name), self._places[name]
         found = getattr(owner.object, owner.attribute, None) if owner else self._parameters.get(name)
@@ -77,12 +95,12 @@ class Bindings:
             return f"shape {before.shape} became {now.shape}"
         if now.dtype != before.dtype:
             return f"dtype {before.dtype} became {now.dtype}"
-        if now.address != before.address:
-            return "its storage was replaced"
         if now.strides != before.strides:
             return f"strides {before.strides} became {now.strides}"
+        if now.address != before.address:
+            return _STORAGE
         if owner and found is not self._tensors[name]:
-            return "its parameter object was replaced"
+            return _OBJECT
         return ""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -26,11 +27,12 @@ class Destinations:
         self._names = tuple(n for n in source_map.parameters if n not in self._assembled)
         self._opaque = source_map.opaque
         self._bindings: Bindings = bind(parameters, names=self._names)
+        self.tensors: dict[str, torch.Tensor] = {}
+        """Every tensor that the plan may name, by its name in the plan; other ones after `rebinding`."""
+        self._find()
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor that the plan may name, by its name in the plan."""
-        return {name: self._live[name] for name in self._names} | self._assembled
+    def _find(self) -> None:
+        self.tensors.update({name: self._live[name] for name in self._names} | self._assembled)
 
     def check(self) -> None:
         """Return if every destination is where it was when the plan was made.
@@ -39,6 +41,22 @@ class Destinations:
             LayoutError: one was replaced or moved; names it.
         """
         self._bindings.check()
+
+    @contextmanager
+    def rebinding(self) -> Iterator[None]:
+        """Take the parameters where they are now, unless what is done inside fails.
+
+        Raises:
+            LayoutError: one is gone, or has another shape, dtype or strides than before; names it.
+        """
+        bindings, before = self._bindings.bind_again(), dict(self.tensors)
+        self._find()
+        try:
+            yield
+        except BaseException:  # whatever it is, nothing takes what was found for bound; raised again
+            self.tensors.update(before)
+            raise
+        self._bindings = bindings
 
     @property
     def has_assembled(self) -> bool:

@@ -295,6 +295,10 @@ class ReceiveEngine:
         if self.num_written < len(self._groups) or not scatters.is_over:
             raise InternalError(f"{self._context.worker}: an apply was cut short; please report it")
 
+    async def rebind(self) -> None:
+        """Write parameters where they are now; no `apply` is under way."""
+        await anyio.to_thread.run_sync(self._context.staging.rebind)
+
     async def _start_all(self, ticket: int, after: Event, scatters: Scatters) -> None:
         for group in self._groups:
             slot = await self._wait_ready(ticket, group.index)

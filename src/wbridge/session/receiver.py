@@ -93,6 +93,21 @@ class ReceiverAdapter:
         """
         return self._rollout.step()
 
+    async def rebind(self) -> None:
+        """Take the parameters where they are now, after their memory was released or they were replaced.
+
+        For sleep modes and reloads: each worker of the engine calls it between two polls, when the memory is
+        back. From then on the weights count as tainted, since nobody knows what is in them: `version` is
+        None and `step()` raises until a whole version has been applied. A mapping of parameters that looks
+        them up in the model shows replaced ones; a dict has to be updated first.
+
+        Raises:
+            LayoutError: a parameter is gone, or has another shape, dtype or strides; names it.
+            ConfigError: they moved, and trainers of this host write straight into them.
+            ProtocolError: called inside a step, which it would wait for.
+        """
+        await drive_async(self._rollout.rebind())
+
     def request(self) -> ServedRequest:
         """Begin a request that knows its versions: the one it begins with, and which computed what of it."""
         return ServedRequest(self._rollout)

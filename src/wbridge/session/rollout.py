@@ -30,6 +30,7 @@ from wbridge.session.endpoints import Target
 from wbridge.session.gate import StepGate
 from wbridge.session.late_writers import LateWriters
 from wbridge.session.member import Addresses
+from wbridge.session.outbox import Outbox
 from wbridge.session.pacing import Pacing
 from wbridge.session.pausing import Pausing
 from wbridge.session.script import Run, Script, Wait
@@ -70,8 +71,8 @@ class Rollout:
         self._after: Event | None = None
         self._pacing = Pacing()
         self._is_cancelled = False
-        self._is_live = False
-        self._unsent: list[FlowMessage] = []
+        self._binding = anyio.Lock()
+        self._outbox = Outbox(self._worker.post)
         self._late_writers = LateWriters(target.worker)
         self.gate: StepGate = self._pausing.gate
         self.serving: Serving = Serving()
@@ -235,16 +236,23 @@ class Rollout:
         self.serving = Serving(tainted=reason)
 
     def step(self, on_success: Callable[[], None] | None = None) -> Step:
-        return Step(self.gate, self._version_for_step, on_success)
+        return Step(self.gate, lambda: self.serving.usable(self._target.worker), on_success)
 
-    def _version_for_step(self) -> int | None:
-        serving = self.serving
-        if serving.tainted:
-            raise UpdateAborted(
-                f"{self._target.worker}: the weights are tainted: {serving.tainted};"
-                " poll until a whole version lands"
-            )
-        return serving.version
+    def rebind(self) -> Script[None]:
+        """See `wbridge.ReceiverAdapter.rebind`."""
+        if self._destinations is None:
+            raise EndpointClosed(f"{self._target.worker}: connect() before rebind()")
+        if is_inside_step(self.gate):
+            raise ProtocolError(f"{self._target.worker}: rebind() between steps, not inside one")
+        yield Wait(self._worker.loop.submit(self._rebind).finished)
+
+    async def _rebind(self) -> None:
+        assert self._destinations is not None
+        async with Step(self.gate, lambda: None), self._binding:  # no apply is under way
+            self._taint("what they were may be lost: rebind() was called")
+            with self._destinations.rebinding():
+                if self._engine is not None:
+                    await self._engine.rebind()
 
     def close(self) -> Script[None]:
         try:
@@ -275,30 +283,28 @@ class Rollout:
     async def start_epoch(self, start: EpochStart, plan: WorkerPlan, config: Config) -> None:
         lockstep, destinations = self._lockstep, self._destinations
         assert lockstep is not None and destinations is not None and self._tasks is not None
-        self._is_live = False
+        self._outbox.close()
         await lockstep.enter(start.epoch, leader_address(start, self._target.worker.group), config)
-        self._unsent = []
+        self._outbox.clear()
         await self._stop_engine()
         await self._late_writers.wait_gone(self._worker.transports)
-        tensors = destinations.tensors
-        context = await open_receiver_context(
-            start,
-            plan,
-            config,
-            transport=self._worker.transports,
-            device=self._worker.open_epoch_device(),
-            tensors=tensors,
-        )
+        async with self._binding:
+            context = await open_receiver_context(
+                start,
+                plan,
+                config,
+                transport=self._worker.transports,
+                device=self._worker.open_epoch_device(),
+                tensors=destinations.tensors,
+            )
+            self._engine = ReceiveEngine(context, to_leader=lockstep.from_ring, give_up=lockstep.give_up)
         self._epoch = start.epoch
-        self._respondent = Respondent(self._worker.holdings(plan, tensors), self, self._worker.post)
-        self._engine = ReceiveEngine(context, to_leader=lockstep.from_ring, give_up=lockstep.give_up)
+        holdings = self._worker.holdings(plan, destinations.tensors)
+        self._respondent = Respondent(holdings, self, self._worker.post)
         self._worker.run_epoch(self._tasks, self._engine.run)
 
     def epoch_live(self, epoch: Epoch) -> None:
-        self._is_live = True
-        unsent, self._unsent = self._unsent, []
-        for message in unsent:
-            self.to_coordinator(message)
+        self._outbox.open()
 
     async def receive(self, message: FlowMessage) -> None:
         assert self._lockstep is not None and self._tasks is not None
@@ -313,7 +319,8 @@ class Rollout:
             self._engine.lose(str(worker))
 
     def coordinator_lost(self, reason: str) -> None:
-        self._is_live, self._unsent = False, []
+        self._outbox.close()
+        self._outbox.clear()
         if self._lockstep is not None:
             self._lockstep.coordinator_lost()
 
@@ -380,12 +387,7 @@ class Rollout:
                 lockstep.apply_ended(apply.hold, "applied")
 
     def to_coordinator(self, message: FlowMessage) -> None:
-        """Send now, or when the epoch is live. Without a coordinator nobody waits for it."""
-        if not self._is_live:
-            self._unsent.append(message)
-            return
-        with contextlib.suppress(PeerLost, EndpointClosed):  # noticed by whoever reads the connection
-            self._worker.post(message)
+        self._outbox.send(message)
 
     def _frame(self, peer: str, frame: DataFrame) -> None:
         if self._engine is None or frame.epoch != self._epoch:

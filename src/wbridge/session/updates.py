@@ -7,7 +7,8 @@ from typing import Protocol
 
 import msgspec
 
-from wbridge.ids import Epoch
+from wbridge.errors import UpdateAborted
+from wbridge.ids import Epoch, WorkerId
 from wbridge.observe.stats import UpdateStats
 
 Metadata = Mapping[str, object]
@@ -34,6 +35,18 @@ class Serving(msgspec.Struct, frozen=True):
     ticket: int | None = None
     tainted: str = ""
     """Why the weights are neither old nor new."""
+
+    def usable(self, worker: WorkerId) -> int | None:
+        """Return the version for a step.
+
+        Raises:
+            UpdateAborted: the weights are tainted.
+        """
+        if self.tainted:
+            raise UpdateAborted(
+                f"{worker}: the weights are tainted: {self.tainted}; poll until a whole version lands"
+            )
+        return self.version
 
 
 class RolloutHooks(Protocol):

@@ -117,6 +117,14 @@ class ReceiverStaging(Protocol):
         """Abandon a slot's memory, which stays mapped, and give the slot new memory."""
         ...
 
+    def rebind(self) -> None:
+        """Take the parameters where they are now. No copy is under way.
+
+        Raises:
+            ConfigError: writers were told where they lie.
+        """
+        ...
+
     def close(self) -> None:
         """End the streams; copies that were started still finish. Idempotent."""
         ...

@@ -116,5 +116,8 @@ class DirectReceiver:
     def replace(self, slot: int) -> None:
         self._ring.replace(slot)
 
+    def rebind(self) -> None:
+        self._ring.rebind()
+
     def close(self) -> None:
         self._ring.close()

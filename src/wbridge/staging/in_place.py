@@ -9,7 +9,7 @@ from wbridge.device.base import Buffer, Event
 from wbridge.device.copy import Tensors
 from wbridge.device.cpu import DoneEvent
 from wbridge.device.sharing import offset_in
-from wbridge.errors import InternalError
+from wbridge.errors import ConfigError, InternalError
 from wbridge.flow.messages import Placement
 from wbridge.plan.types import Group
 
@@ -23,14 +23,16 @@ class InPlaceReceiver:
 
     def __init__(self, arena: Buffer, targets: Tensors, groups: Sequence[Group]) -> None:
         self._arena = arena
+        self._targets = targets
         self._num_slots = max(1, len(groups))
-        names = {t.target_parameter for g in groups for piece in g.pieces for t in piece.transfers}
+        self._names = {t.target_parameter for g in groups for piece in g.pieces for t in piece.transfers}
         self._placements = {
             name: Placement(
                 name, offset_in(arena, targets[name]), str(targets[name].dtype).removeprefix("torch.")
             )
-            for name in names
+            for name in self._names
         }
+        self._addresses = {name: targets[name].data_ptr() for name in self._names}
 
     @property
     def num_slots(self) -> int:
@@ -68,6 +70,14 @@ class InPlaceReceiver:
 
     def replace(self, slot: int) -> None:
         raise InternalError("parameters cannot be replaced by other memory")
+
+    def rebind(self) -> None:
+        moved = sorted(n for n in self._names if self._targets[n].data_ptr() != self._addresses[n])
+        if moved:
+            raise ConfigError(
+                f"{len(moved)} parameters, {moved[0]} first, have moved, and writers on this host write them "
+                "where they were when connecting; close this adapter, and connect with a new one"
+            )
 
     def close(self) -> None:
         return

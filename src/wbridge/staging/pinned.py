@@ -183,5 +183,8 @@ class PinnedReceiver:
     def replace(self, slot: int) -> None:
         self._ring.replace(slot)
 
+    def rebind(self) -> None:
+        self._ring.rebind()
+
     def close(self) -> None:
         self._ring.close()

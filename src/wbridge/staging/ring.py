@@ -20,8 +20,13 @@ class ReceiverRing:
         largest = max((group.nbytes for group in groups), default=0)
         self.memory: RingMemory = RingMemory(device, kind, num_slots=num_slots, slot_nbytes=largest)
         self._stream = device.open_stream("apply")
+        self._targets, self._groups = targets, groups
+        self.rebind()
+
+    def rebind(self) -> None:
+        """Compile the copies for the targets where they are now. No copy is under way."""
         self._copies: dict[int, CopyPlan] = {
-            group.index: build_scatter(iter_target_blocks(group), targets) for group in groups
+            group.index: build_scatter(iter_target_blocks(group), self._targets) for group in self._groups
         }
 
     def scatter(self, group: Group, slot: int, after: Event | None) -> Event:

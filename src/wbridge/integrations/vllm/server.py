@@ -79,6 +79,12 @@ class EngineBridge:
                     await self._on_update(self._version)
             await anyio.sleep(self._idle_poll_s)  # vLLM has no way to wake an idle engine but a call
 
+    async def rebind(self) -> None:
+        """Call this after `wake_up()` of an engine whose weights were dropped, such as by `sleep(2)`: it takes no
+        step until a whole version has been applied. While it sleeps `run` must not be running."""
+        await self._engine.collective_rpc("wbridge_rebind")
+        self._version = None
+
     async def generate(
         self, prompt: Mapping[str, Any], sampling_params: Any, request_id: str
     ) -> AsyncIterator[Any]:

@@ -62,6 +62,10 @@ class WorkerExtension:
         transfer.poll(wait_s)
         return transfer.receiver.version
 
+    def wbridge_rebind(self) -> None:
+        """Take the parameters where they are now; their weights count as lost."""
+        self.weight_transfer_engine.receiver.rebind()
+
     def wbridge_request_versions(self, request: str) -> Spans:
         """Return which versions computed a request, oldest first, and forget them."""
         served: ServedRequests | None = getattr(self, "_wbridge_served", None)

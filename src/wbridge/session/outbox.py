@@ -1,0 +1,41 @@
+"""Outbox: what a worker has to say to the coordinator, kept while no epoch is live."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from wbridge.control.messages import FlowMessage
+from wbridge.errors import EndpointClosed, PeerLost
+
+
+class Outbox:
+    """Runs in the loop thread."""
+
+    def __init__(self, post: Callable[[FlowMessage], None]) -> None:
+        self._post = post
+        self._is_open = False
+        self._kept: list[FlowMessage] = []
+
+    def send(self, message: FlowMessage) -> None:
+        """Send now, or when the epoch is live. Without a coordinator nobody waits for it."""
+        if not self._is_open:
+            self._kept.append(message)
+            return
+        with contextlib.suppress(PeerLost, EndpointClosed):  # noticed by whoever reads the connection
+            self._post(message)
+
+    def open(self) -> None:
+        """The epoch is live."""
+        self._is_open = True
+        kept, self._kept = self._kept, []
+        for message in kept:
+            self.send(message)
+
+    def close(self) -> None:
+        """The epoch is over, or the coordinator gone."""
+        self._is_open = False
+
+    def clear(self) -> None:
+        """What was kept is of an epoch that is over."""
+        self._kept = []
