@@ -80,8 +80,10 @@ class EngineBridge:
             await anyio.sleep(self._idle_poll_s)  # vLLM has no way to wake an idle engine but a call
 
     async def rebind(self) -> None:
-        """Call this after `wake_up()` of an engine whose weights were dropped, such as by `sleep(2)`: it takes no
-        step until a whole version has been applied. While it sleeps `run` must not be running."""
+        """Call this after `wake_up()` of an engine whose weights were dropped, such as by `sleep(2)`.
+
+        It takes no step then until a whole version has been applied. While it sleeps, stop `run`.
+        """
         await self._engine.collective_rpc("wbridge_rebind")
         self._version = None
 
