@@ -11,9 +11,9 @@ import msgspec
 
 from wbridge.engine.lockstep import Lockstep
 from wbridge.engine.mailer import Mailer
+from wbridge.engine.puts import Puts
 from wbridge.engine.receive import ReceiveEngine
 from wbridge.engine.scatters import Scatters
-from wbridge.engine.send import SendEngine
 from wbridge.flow.actions import ToLeader
 from wbridge.flow.messages import Announced, Commit, EngineOutcome, Hold, Landed, Offer, Retired, Serve
 from wbridge.flow.tickets import Tickets
@@ -79,8 +79,10 @@ def _half_that_comes(engine: Any) -> int:  # Any: it is asked for what it keeps 
     return max(1, sum(len(group.pieces) for group in engine._groups) // 2)
 
 
-def _half_that_goes(engine: Any) -> int:  # Any: as above
-    return max(1, len(engine._pieces) // 2)
+def _half_that_goes(puts: Any) -> int:  # Any: as above
+    plan = puts._context.plan
+    relayed = {member for exchange in plan.exchanges for member in exchange.members[1:]}
+    return max(1, sum(outgoing.receiver not in relayed for outgoing in plan.outgoing) // 2)
 
 
 _COORDINATOR: Final[Mapping[Transition, _Pass]] = {
@@ -93,7 +95,7 @@ _TRAINER: Final[Mapping[Transition, _Pass]] = {
     "announced": _Pass(SendingEpoch, "receive", _is(Announced)),
     "granted": _Pass(SendingEpoch, "receive", _is(Serve)),
     "first write": _Pass(Mailer, "_gather"),
-    "half landed": _Pass(SendEngine, "_start", count=_half_that_goes),
+    "half landed": _Pass(Puts, "_start", count=_half_that_goes),
     "landed": _Pass(SendingEpoch, "receive", _is_landed),
     "retired": _Pass(SendingEpoch, "receive", _is(Retired)),
 }
