@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,8 +39,16 @@ class Cast:
     """Two trainer ranks, an engine of two workers and neighbours of one; perhaps a coordinator of its own."""
 
     def __init__(
-        self, path: Path, mode: str, *, external: bool = False, neighbours: int = 1, **config: object
+        self,
+        path: Path,
+        mode: str,
+        *,
+        external: bool = False,
+        neighbours: int = 1,
+        hosts: Callable[[str], str] = lambda _: "",
+        **config: object,
     ) -> None:
+        """`hosts` names the host of an actor; empty: the real one."""
         url = rendezvous(path)
         values = settings(mode, 1 + neighbours, transport="auto", **{**SHORT, **config})
         self.actors: dict[str, Actor] = {}
@@ -51,7 +59,9 @@ class Cast:
             self.actors["coordinator"] = Actor("coordinator", work_as_coordinator, url, job_wide)
             values = {**values, "coordinator": "external"}
         for rank in range(2):
-            self.actors[f"trainer-{rank}"] = Actor(f"trainer-{rank}", work_as_trainer, url, values, rank)
+            self.actors[f"trainer-{rank}"] = Actor(
+                f"trainer-{rank}", work_as_trainer, url, {**values, "host": hosts(f"trainer-{rank}")}, rank
+            )
         for name, engine, rank, size in (
             ("leader", "engine-0", 0, 2),
             ("follower", "engine-0", 1, 2),
@@ -61,7 +71,8 @@ class Cast:
             ],
         ):
             self.engines[name] = engine
-            self.actors[name] = Actor(name, work_as_rollout, url, values, engine, rank, size)
+            own = {**values, "host": hosts(name)}
+            self.actors[name] = Actor(name, work_as_rollout, url, own, engine, rank, size)
         self.external = external
         self.version = 0
         self.is_closed = False
@@ -173,11 +184,17 @@ class Cast:
 
 @contextmanager
 def cast(
-    path: Path, mode: str, *, external: bool = False, neighbours: int = 1, **config: object
+    path: Path,
+    mode: str,
+    *,
+    external: bool = False,
+    neighbours: int = 1,
+    hosts: Callable[[str], str] = lambda _: "",
+    **config: object,
 ) -> Iterator[Cast]:
     """A connected job that has applied version 1 everywhere; whatever happens, its processes end."""
     segments = set(os.listdir("/dev/shm"))
-    job = Cast(path, mode, external=external, neighbours=neighbours, **config)
+    job = Cast(path, mode, external=external, neighbours=neighbours, hosts=hosts, **config)
     try:
         job.update()
         yield job

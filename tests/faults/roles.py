@@ -158,6 +158,8 @@ def work_as_trainer(connection: Connection, url: str, config: Mapping[str, objec
                     pipe.tell("sent", version=command["version"])
                 case "outcomes":
                     pipe.tell("outcomes", outcomes=delivery.applied(command.get("timeout_s")))
+                case "counters":
+                    pipe.tell("counters", **sender.counters)
                 case "measure":
                     pipe.tell("measured", **measure(sender._trainer._epoch.engine._puts._credits))
                 case "close":
@@ -214,6 +216,8 @@ def work_as_rollout(
                 pipe.tell("connected")
             case "arm":
                 watching.arm(command["transition"], command["seat"], command["pid"], command["signal"])
+            case "counters":
+                pipe.tell("counters", **receiver.counters)
             case "measure":
                 pipe.tell("measured", **measure(receiver._rollout._engine._exposed))
             case "state":

@@ -1,0 +1,99 @@
+"""Processes that pass weights on to each other, and one of them that is killed, or stops, in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cast import TRAINERS, Cast, cast
+from tests.faults.test_kills import wait_stopped
+
+pytest.importorskip("ucxx", reason="hosts that are pretended are reached through ucxx")
+pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+
+RELAYS = ("neighbour", "neighbour-2", "neighbour-3")
+COPY_NBYTES, PAIR_NBYTES = 11_140, 13_576
+"""Of the toy model on one worker, and on two ranks."""
+BOUND_S = 15.0
+"""Within this the others have the version; far above what it takes, and below the deadline of an update."""
+
+
+def apart(name: str) -> str:
+    """Each relay on a host of its own, the rest together with the trainers."""
+    return name if name in RELAYS else "trainers"
+
+
+def paired(name: str) -> str:
+    """Two relays on one host, which pass on through its memory, and one alone."""
+    return {"neighbour-2": "neighbour"}.get(name, apart(name))
+
+
+def sent(job: Cast, *names: str) -> int:
+    """The bytes that these have put somewhere so far."""
+    for name in names:
+        job[name].tell("counters")
+    return sum(job[name].hear("counters")["put_nbytes"] for name in names)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("hosts", [apart, paired])
+def test_relays_in_processes_bring_whole_versions(
+    mode: str, hosts: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Each takes one copy; trainers send one to all three, and the two ranks on their own host one."""
+    with cast(tmp_path, mode, neighbours=3, hosts=hosts, relay_patience_s=20.0) as job:
+        before = sent(job, *TRAINERS), sent(job, *RELAYS)
+        for _ in range(3):
+            job.update()
+        by_trainers, by_relays = sent(job, *TRAINERS) - before[0], sent(job, *RELAYS) - before[1]
+        assert by_relays == 3 * 2 * COPY_NBYTES
+        assert by_trainers == 3 * (COPY_NBYTES + PAIR_NBYTES)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("hosts", [apart, paired])
+def test_c57_a_relay_that_is_killed_costs_nobody_else_the_version(
+    mode: str, hosts: Callable[[str], str], tmp_path: Path
+) -> None:
+    with cast(tmp_path, mode, neighbours=3, hosts=hosts, relay_patience_s=0.5) as job:
+        observer = job.watch("neighbour", "half landed", signal.SIGKILL)
+        version = job.begin()
+        observer.hear("passed")
+        assert job["neighbour"].died_of(signal.SIGKILL)
+        begun_s = time.monotonic()
+        for name in ("leader", "follower", *RELAYS[1:]):
+            assert job[name].hear("applied", version=version)["whole"], f"{name} mixes versions"
+        assert time.monotonic() - begun_s < BOUND_S
+        job.answers(*TRAINERS)
+        job["trainer-0"].tell("outcomes")
+        outcomes = job["trainer-0"].hear("outcomes")["outcomes"]
+        assert outcomes == {
+            "engine-1": "lost",
+            **dict.fromkeys(("engine-0", "engine-2", "engine-3"), "applied"),
+        }
+        job["neighbour"].start()
+        job.connect("neighbour")
+        job.update()
+        job.update()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_relay_that_is_stopped_is_bypassed(mode: str, tmp_path: Path) -> None:
+    """Long before its lease is over: the others have the version, and it too when it goes on."""
+    with cast(tmp_path, mode, neighbours=3, hosts=apart, relay_patience_s=0.5) as job:
+        observer = job.watch("neighbour-2", "half landed", signal.SIGSTOP)
+        version = job.begin()
+        observer.hear("passed")
+        wait_stopped(job["neighbour-2"].pid)
+        begun_s = time.monotonic()
+        for name in ("leader", "follower", "neighbour", "neighbour-3"):
+            assert job[name].hear("applied", version=version)["whole"], f"{name} mixes versions"
+        assert time.monotonic() - begun_s < BOUND_S
+        os.kill(job["neighbour-2"].pid, signal.SIGCONT)
+        job.update()
+        job.update()
