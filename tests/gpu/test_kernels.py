@@ -22,6 +22,7 @@ from tests.unit.device.table_cases import (
     random_bits,
     transposes,
 )
+from wbridge.cache import Cache
 from wbridge.device.base import Buffer, MemoryKind
 from wbridge.device.copy import Block, build_gather, build_scatter
 from wbridge.device.cuda import CudaDevice
@@ -235,5 +236,5 @@ def test_a_forgotten_slot_is_let_go() -> None:
 
 def test_the_cubin_of_this_gpu_is_kept(tmp_path) -> None:
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(0))
-    assert load_cubin(arch, tmp_path) == load_cubin(arch, tmp_path)
+    assert load_cubin(arch, Cache(tmp_path)) == load_cubin(arch, Cache(tmp_path))
     assert len(list(tmp_path.iterdir())) == 1

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
+from wbridge.cache import Cache, sealed, unsealed
 from wbridge.config import Config
 from wbridge.control.agreement import job_values
 from wbridge.control.auth import wbridge_version
 from wbridge.control.codec import MAX_FRAME_NBYTES
 from wbridge.control.membership import Joined, Member
 from wbridge.control.messages import EpochStart, Peer
-from wbridge.control.plan_cache import PlanCache, digest_of, sealed, unsealed
 from wbridge.errors import InternalError, PlanError, ProtocolError
 from wbridge.ids import Epoch, WorkerId
 from wbridge.plan.build import plan_tables
@@ -61,12 +63,13 @@ def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str]
     members = sorted((worker, joined.digest, hosts[worker]) for worker, joined in maps.items())
     settings = config.include, config.slot_nbytes, config.relays, config.topology
     form = wbridge_version(), msgspec.json.schema(Plan)  # another release may plan or store differently
-    cache, digest = PlanCache(config.cache_dir), digest_of(form, members, *settings)
-    if (known := cache.load(digest)) is not None:
+    cache = Cache(Path(config.cache_dir) if config.cache_dir else None)
+    file = f"{digest_of(form, members, *settings)}.plan"
+    if (known := cache.load(file)) is not None:
         try:
             return msgspec.msgpack.decode(known, type=Planned)
         except msgspec.MsgspecError as exc:
-            _log.debug("a plan in the cache is foreign", extra={"digest": digest, "error": str(exc)})
+            _log.debug("a plan in the cache is foreign", extra={"file": file, "error": str(exc)})
     tables = {worker: joined.table for worker, joined in maps.items()}
     plan = plan_tables(tables, hosts, config, read_topology(config.topology))
     if len(data := packed(plan)) > MAX_PLAN_NBYTES:
@@ -75,8 +78,13 @@ def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str]
             " be sent; its tensors have too few layouts in common: leave some out with `include`"
         )
     planned = Planned(data, plan.workers, partners_of(plan))
-    cache.store(digest, msgspec.msgpack.encode(planned))
+    cache.store(file, msgspec.msgpack.encode(planned))
     return planned
+
+
+def digest_of(*inputs: object) -> str:
+    """Return a digest of all that a plan depends on."""
+    return hashlib.sha256(msgspec.msgpack.encode(inputs, order="sorted")).hexdigest()
 
 
 def stored(plan: Plan) -> bytes:

@@ -33,9 +33,9 @@ class Outbox:
             self.send(message)
 
     def close(self) -> None:
-        """The epoch is over, or the coordinator gone."""
+        """The epoch is over; what is said from now on is kept."""
         self._is_open = False
 
     def clear(self) -> None:
-        """What was kept is of an epoch that is over."""
-        self._kept = []
+        """Also what was kept is of an epoch that is over."""
+        self._is_open, self._kept = False, []

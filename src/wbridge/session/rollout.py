@@ -73,6 +73,7 @@ class Rollout:
         self._is_cancelled = False
         self._binding = anyio.Lock()
         self._outbox = Outbox(self._worker.post)
+        self.to_coordinator = self._outbox.send
         self._late_writers = LateWriters(target.worker)
         self.gate: StepGate = self._pausing.gate
         self.serving: Serving = Serving()
@@ -319,7 +320,6 @@ class Rollout:
             self._engine.lose(str(worker))
 
     def coordinator_lost(self, reason: str) -> None:
-        self._outbox.close()
         self._outbox.clear()
         if self._lockstep is not None:
             self._lockstep.coordinator_lost()
@@ -385,9 +385,6 @@ class Rollout:
                 lockstep.written(apply.hold)
             else:
                 lockstep.apply_ended(apply.hold, "applied")
-
-    def to_coordinator(self, message: FlowMessage) -> None:
-        self._outbox.send(message)
 
     def _frame(self, peer: str, frame: DataFrame) -> None:
         if self._engine is None or frame.epoch != self._epoch:

@@ -10,7 +10,6 @@ from tests.unit.control.job import rollout, source_map, trainer
 from wbridge.config import Config
 from wbridge.control import planning
 from wbridge.control.membership import Joined
-from wbridge.control.plan_cache import PlanCache, digest_of
 from wbridge.control.planning import build_planned, unpacked_slice
 from wbridge.errors import PlanError, ProtocolError
 from wbridge.ids import WorkerId
@@ -72,22 +71,7 @@ def test_a_damaged_entry_is_planned_again(tmp_path: Path) -> None:
         assert build_planned(joined(), hosts(), config) == first
 
 
-def test_a_directory_that_cannot_be_written_costs_only_the_cache(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    cache = PlanCache(str(tmp_path / "file"))
-    cache.store(digest_of("anything"), b"data")
-    assert cache.load(digest_of("anything")) is None
-
-
 def test_a_plan_too_large_to_send_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "MAX_PLAN_NBYTES", 10)
     with pytest.raises(PlanError, match=r"plan of 3 workers takes \d+ bytes, at most 10 .*`include`"):
         build_planned(joined(), hosts(), Config())
-
-
-def test_what_cannot_be_stored_leaves_nothing_behind(tmp_path: Path) -> None:
-    in_the_way = tmp_path / f"{digest_of('anything')}.plan"
-    in_the_way.mkdir()
-    PlanCache(str(tmp_path)).store(digest_of("anything"), b"data")
-    assert list(tmp_path.iterdir()) == [in_the_way]
-    assert PlanCache(str(tmp_path)).load(digest_of("anything")) is None

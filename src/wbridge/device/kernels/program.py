@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib
 import os
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from wbridge.cache import Cache
 from wbridge.errors import NativeUnavailable
 
 CACHE_VARIABLE: Final = "WBRIDGE_KERNEL_CACHE"
@@ -42,7 +42,7 @@ def load_kernel(device_index: int) -> Any:  # each version of cuda.core has its 
         raise NativeUnavailable(f"torch {torch.__version__} sees no GPU")
     core = import_core()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))
-    cubin = load_cubin(arch, default_cache())
+    cubin = load_cubin(arch, Cache(default_cache()))
     try:
         with torch.cuda.device(device_index):
             core.Device(device_index).set_current()
@@ -67,7 +67,7 @@ def import_core() -> ModuleType:
         raise NativeUnavailable(f"cuda.core does not load: {exc}; {_REMEDY}") from exc
 
 
-def load_cubin(arch: str, cache: Path) -> bytes:
+def load_cubin(arch: str, cache: Cache) -> bytes:
     """Return the machine code for an architecture such as `sm_90`, from `cache` if it is there and whole.
 
     Needs no GPU. What cannot be kept in `cache` is returned all the same.
@@ -77,11 +77,11 @@ def load_cubin(arch: str, cache: Path) -> bytes:
     """
     source = files(__package__).joinpath("strided.cu").read_text(encoding="utf-8")
     key = "\0".join((source, arch, _nvrtc_version()))
-    path = cache / f"strided-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.cubin"
-    cubin = _read(path)
+    name = f"strided-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.cubin"
+    cubin = cache.load(name)
     if cubin is None:
         cubin = _compile(source, arch)
-        _write(path, cubin)
+        cache.store(name, cubin)
     return cubin
 
 
@@ -108,28 +108,3 @@ def _compile(source: str, arch: str) -> bytes:
         return bytes(program.compile("cubin").code)
     except Exception as exc:  # each version of cuda.core has its own error types
         raise NativeUnavailable(f"NVRTC cannot compile the copy kernel for {arch}: {exc}; {_REMEDY}") from exc
-
-
-def _read(path: Path) -> bytes | None:
-    """The cubin after its digest; None if there is none or a part was lost."""
-    try:
-        kept = path.read_bytes()
-    except OSError:
-        return None
-    digest, cubin = kept[:32], kept[32:]
-    return cubin if hashlib.sha256(cubin).digest() == digest else None
-
-
-def _write(path: Path, cubin: bytes) -> None:
-    """Appears whole or not at all; several processes may write the same."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    except OSError:
-        return  # a read-only or full file system costs the next process a compilation
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)

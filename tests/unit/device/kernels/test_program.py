@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wbridge.cache import Cache
 from wbridge.device.kernels import program
 from wbridge.device.kernels.program import default_cache, load_cubin, why_missing
 from wbridge.errors import NativeUnavailable
@@ -29,15 +30,13 @@ needs_nvrtc = pytest.mark.skipif(MISSING is not None, reason=f"no NVRTC: {MISSIN
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_kernel_compiles_for(arch: str, tmp_path: Path) -> None:
-    cubin = load_cubin(arch, tmp_path)
+    cubin = load_cubin(arch, Cache(tmp_path))
     assert cubin.startswith(b"\x7fELF")
     assert program.KERNEL.encode() in cubin
 
 
 @needs_nvrtc
-def test_a_cached_kernel_is_not_compiled_again_unless_a_part_was_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_kernel_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
     def count(source: str, arch: str) -> bytes:
@@ -45,30 +44,18 @@ def test_a_cached_kernel_is_not_compiled_again_unless_a_part_was_lost(
         return b"machine code"
 
     monkeypatch.setattr(program, "_compile", count)
-    cache = tmp_path / "not" / "there yet"
+    cache = Cache(tmp_path)
     assert load_cubin("sm_90", cache) == load_cubin("sm_90", cache) == b"machine code"
     assert compiled == ["sm_90"]
-    (path,) = cache.iterdir()
-    for broken in (path.read_bytes()[:-1], b"", b"x" * 100):
-        path.write_bytes(broken)
-        assert load_cubin("sm_90", cache) == b"machine code"
-    assert len(compiled) == 4
-    assert load_cubin("sm_90", cache) == b"machine code"
     load_cubin("sm_80", cache)
-    assert compiled[4:] == ["sm_80"]
-    assert len(list(cache.iterdir())) == 2
-
-
-@needs_nvrtc
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert load_cubin("sm_90", tmp_path / "file").startswith(b"\x7fELF")
+    assert compiled == ["sm_90", "sm_80"]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @needs_nvrtc
 def test_an_unknown_architecture_says_so(tmp_path: Path) -> None:
     with pytest.raises(NativeUnavailable, match=r"(?s)cannot compile .* for sm_1:.*install wbridge"):
-        load_cubin("sm_1", tmp_path)
+        load_cubin("sm_1", Cache(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
