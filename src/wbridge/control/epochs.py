@@ -110,8 +110,7 @@ class Epochs:
 
     def reconfigure(self, member: Member, request: Reconfigure) -> None:
         """A rank asks for other settings: when all have, a new epoch begins with them."""
-        rollouts = [m for m in self._membership if m.worker.role == "rollout"]
-        self._settings.ask(member, request, self._membership.trainers() or (), rollouts)
+        self._settings.ask(member, request, self._membership)
         self.changed()
 
     def reject(self, member: Member, error: WBridgeError) -> None:

@@ -10,9 +10,10 @@ import msgspec
 
 from wbridge.config import Config
 from wbridge.control.agreement import Explicit, adopt, check_agreement, check_pins, job_values
-from wbridge.control.membership import Member
+from wbridge.control.membership import Member, Membership
 from wbridge.control.messages import Reconfigure, Reconfigured
 from wbridge.errors import BarrierTimeout, PeerLost, ProtocolError, UpdateAborted, WBridgeError
+from wbridge.ids import WorkerId
 
 ORIGIN = "reconfigure()"
 """Where a setting that was changed in a running job comes from."""
@@ -28,6 +29,7 @@ class Reconfiguring:
         self._waiting: dict[Member, Reconfigure] = {}  # for the epoch with what they asked for
         self._next: Config | None = None
         self._until_s = math.inf  # how long the ranks wait for that epoch to become possible
+        self._lost: dict[WorkerId, str] = {}  # trainer ranks since the last live epoch, and why
 
     @property
     def is_due(self) -> bool:
@@ -44,10 +46,11 @@ class Reconfiguring:
         if self._next is not None:
             check_pins(worker, explicit, job_values(self._next))
 
-    def ask(
-        self, member: Member, request: Reconfigure, ranks: tuple[Member, ...], others: Iterable[Member]
-    ) -> None:
-        """A rank asks, or takes its request back. `ranks` are all of them, `others` the rollouts.
+    def ask(self, member: Member, request: Reconfigure, members: Membership) -> None:
+        """A rank asks, or takes its request back.
+
+        While a rank is lost, no epoch can come: whoever asks then is told so at once, as those are told
+        that had asked before.
 
         Raises:
             ProtocolError: a worker asks that is no trainer rank.
@@ -63,11 +66,16 @@ class Reconfiguring:
             error = UpdateAborted("the job's settings are being changed already; ask again when they are")
             member.lease.post(_refusal(request, error))
             return
+        present = {other.worker for other in members}
+        for worker, reason in self._lost.items():
+            if worker not in present:
+                member.lease.post(_refusal(request, _lost_error(worker, reason)))
+                return
         self._asked[member] = (request, anyio.current_time() + request.patience_s)
-        if len(self._asked) < len(ranks) or not ranks:
+        if self._asked.keys() != set(members.trainers() or ()):
             return
         try:
-            config = self._check(others)
+            config = self._check(other for other in members if other.worker.role == "rollout")
         except WBridgeError as exc:
             self._refuse(exc)
             return
@@ -101,6 +109,7 @@ class Reconfiguring:
 
     def live(self) -> None:
         """An epoch with the current settings is live."""
+        self._lost = {}
         if self._next is not None:
             return  # they asked while it opened: theirs is the next one
         for member, request in self._waiting.items():
@@ -111,7 +120,8 @@ class Reconfiguring:
         """Without all ranks nothing can be agreed, and no epoch starts."""
         if member.worker.role == "trainer":
             self._asked.pop(member, None)
-            self.give_up(PeerLost(f"{member.worker} is lost: {reason}; connect it again, then reconfigure"))
+            self._lost[member.worker] = reason
+            self.give_up(_lost_error(member.worker, reason))
 
     def give_up(self, error: WBridgeError) -> None:
         """What is not changed yet stays as it is: tell those that wait."""
@@ -130,8 +140,8 @@ class Reconfiguring:
         if self.is_due:
             text = f"no epoch can begin without {', '.join(missing)}; start them, then reconfigure"
         else:
-            missing = tuple(str(rank.worker) for rank in ranks if rank not in self._asked)
-            missing = missing or ("a trainer rank that is not connected",)
+            silent = tuple(str(rank.worker) for rank in ranks if rank not in self._asked)
+            missing = silent or tuple(name for name in missing if name.startswith("trainer"))
             text = f"{', '.join(missing)} did not call reconfigure(); every trainer rank must"
         self.give_up(BarrierTimeout(text, missing))
 
@@ -140,6 +150,10 @@ class Reconfiguring:
         for member, request in (asked | self._waiting).items():
             member.lease.post(_refusal(request, error))
         self._asked, self._waiting = {}, {}
+
+
+def _lost_error(worker: WorkerId, reason: str) -> PeerLost:
+    return PeerLost(f"{worker} is lost: {reason}; connect it again, then reconfigure")
 
 
 def _refusal(request: Reconfigure, error: WBridgeError) -> Reconfigured:

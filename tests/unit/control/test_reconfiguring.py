@@ -75,6 +75,35 @@ async def test_nobody_waits_for_ever_for_an_epoch_that_cannot_begin() -> None:
         assert t.start is not None and t.start.job["mode"] == "sync"
 
 
+async def test_who_asks_while_a_rank_is_lost_is_told_at_once_and_may_ask_again_when_it_is_back() -> None:
+    async with running() as coordinator, AsyncExitStack() as stack:
+        first, second, r = [
+            await stack.enter_async_context(Worker(w, coordinator.address))
+            for w in (trainer(0, 2), trainer(1, 2), rollout())
+        ]
+        await live(first, second, r)
+        second.lease.abort("killed")
+        for worker in (first, r):
+            assert isinstance(await worker.next(), WorkerLost)
+        first.lease.post(Reconfigure(1, ASYNC, 3600.0))
+        refused = await first.next()
+        assert isinstance(refused, Reconfigured) and (refused.call, refused.error) == (1, "PeerLost")
+        assert refused.message.startswith("trainer/train[1] is lost: ")
+        assert refused.message.endswith("; connect it again, then reconfigure")
+
+        back = await stack.enter_async_context(Worker(trainer(1, 2), coordinator.address, token="restarted"))
+        await ask(first, Reconfigure(2, ASYNC, 0.05))  # it is on its way, and may be waited for
+        late = await first.next()
+        assert isinstance(late, Reconfigured) and (late.call, late.error) == (2, "BarrierTimeout")
+        assert late.missing == ("trainer/train[1] (connected, has not described its weights yet)",)
+        back.join()
+        await together(first, back, r)
+        first.lease.post(Reconfigure(3, ASYNC, 5.0))
+        back.lease.post(Reconfigure(1, ASYNC, 5.0))
+        await together(first, back, r)
+        assert (await first.next(), await back.next()) == (Reconfigured(3), Reconfigured(1))
+
+
 async def test_a_plan_that_fails_without_a_lost_engine_ends_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
