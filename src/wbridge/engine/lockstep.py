@@ -321,7 +321,7 @@ class Lockstep:
                         self._post(rank, message)
                     self._later(self._to_worker, message)
                 case ToCoordinator(message):
-                    self._worker.to_coordinator(message)
+                    self._later(self._worker.to_coordinator, message)  # behind what a poll here waits for
                 case StartGrantTimer(ticket):
                     self._tasks.start_soon(self._time_grant, ticket, self._epoch)
                 case EngineBroken(reason):

@@ -71,6 +71,7 @@ class ReceiveEngine:
         self._aborted: dict[int, str] = {}
         self._progress = anyio.Event()
         self._exchange = self._join_exchange()
+        self._scatters: Scatters | None = None
         self.num_written: int = 0
         """Groups that the last `apply` has begun to write."""
         self.unproven: list[RemoteSlot] = []
@@ -268,7 +269,7 @@ class ReceiveEngine:
         """Write every group of `ticket` into the parameters, in order, as they land, not before `after`.
 
         Not to be cancelled. `num_written` tells whether the parameters have changed when it raises; all
-        copies have stopped then.
+        copies have stopped then. Either way `release` is due.
 
         Raises:
             UpdateAborted: the ticket was aborted.
@@ -282,6 +283,7 @@ class ReceiveEngine:
             failed=lambda error: self.abort(ticket, str(error)),
             wants_slots=lambda: self._ring.wants_slots,
         )
+        self._scatters = scatters
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(scatters.run)
             try:
@@ -298,6 +300,12 @@ class ReceiveEngine:
     async def rebind(self) -> None:
         """Write parameters where they are now; no `apply` is under way."""
         await anyio.to_thread.run_sync(self._context.staging.rebind)
+
+    def release(self) -> None:
+        """Give the slots of the last `apply` back: what its end has to tell comes first."""
+        scatters, self._scatters = self._scatters, None
+        if scatters is not None:
+            scatters.release()
 
     async def _start_all(self, ticket: int, after: Event, scatters: Scatters) -> None:
         for group in self._groups:

@@ -15,8 +15,9 @@ from wbridge.staging.base import ReceiverStaging
 class Scatters:
     """Starts copies in order and waits for them in order, with as few wake-ups as the slots allow.
 
-    `stopped` is called with each slot whose copy is over, well or not; `failed` with the first error, at
-    once. While `wants_slots` returns True each copy is waited for, otherwise the newest of those started.
+    `stopped` is called with each slot whose copy is over, well or not, with the last ones in `release`;
+    `failed` with the first error, at once. While `wants_slots` returns True each copy is waited for,
+    otherwise the newest of those started.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Scatters:
         self._failed = failed
         self._wants_slots = wants_slots
         self._flying: deque[tuple[int, Event]] = deque()  # the older a copy, the earlier it ends
+        self._last: list[int] = []
         self._is_closed = False
         self._changed = anyio.Event()
         self.error: Exception | None = None
@@ -53,7 +55,7 @@ class Scatters:
             self._changed.set()
 
     def close(self) -> None:
-        """No more will be started: `run` returns when those in flight have stopped."""
+        """No more will be started: `run` returns when those in flight have stopped, `release` is due then."""
         self._is_closed = True
         self._changed.set()
 
@@ -69,7 +71,15 @@ class Scatters:
             for _ in range(count):
                 slot, event = self._flying.popleft()
                 await self._settle(event)  # over by now; it may have failed all the same
-                self._stopped(slot)
+                self._last.append(slot)
+            if not self.is_over:
+                self.release()
+
+    def release(self) -> None:
+        """Give the slots of the last copies back. Not part of `run`, whose end somebody waits for."""
+        slots, self._last = self._last, []
+        for slot in slots:
+            self._stopped(slot)
 
     async def _settle(self, event: Event) -> None:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 
@@ -26,3 +28,26 @@ class UpdateStats(msgspec.Struct, frozen=True):
     direct staging also the transfer)."""
     lag: int
     """How many newer versions had been announced when the engine began to apply this one."""
+
+
+class UpdateClock:
+    """Measures one poll, from now."""
+
+    def __init__(self) -> None:
+        self._begun_s = self._ready_s = time.perf_counter()
+
+    def restart(self) -> None:
+        """What was before does not count: the caller asked to sleep."""
+        self._begun_s = time.perf_counter()
+
+    def ready(self) -> None:
+        self._ready_s = time.perf_counter()
+
+    def stats(self, lag: int) -> UpdateStats:
+        now_s = time.perf_counter()
+        return UpdateStats(
+            stall_s=now_s - self._begun_s,
+            park_s=self._ready_s - self._begun_s,
+            apply_s=now_s - self._ready_s,
+            lag=lag,
+        )

@@ -81,6 +81,13 @@ class StepGate:
                 self._drained = Future()
             return self._drained
 
+    def close_if_free(self) -> bool:
+        """Close the gate if no step is open; otherwise change nothing."""
+        with self._lock:
+            if not self._open:
+                self._poller, self._closed = threading.get_ident(), True
+            return self._closed
+
     def open(self) -> None:
         """Let steps begin again. Idempotent.
 

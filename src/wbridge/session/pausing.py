@@ -22,6 +22,18 @@ class Pausing:
     def begin_poll(self) -> None:
         self._has_begun = False
 
+    def get_ready(self, check: Callable[[], None]) -> bool:
+        """Make sure that this worker can be written, before the engine asks for that; until `end` no step
+        begins. False: hooks or steps are in the way, or `check` fails, of which `before` says why."""
+        if self._hooks is not None or not self.gate.close_if_free():
+            return False
+        try:
+            check()
+        except Exception:  # raised again by `before`
+            self.gate.open()
+            return False
+        return True
+
     def before(self, check: Callable[[], None]) -> Script[BaseException | None]:
         """Make sure that this worker can be written, and run `before_apply`; what fails is why to refuse."""
         try:
@@ -49,6 +61,16 @@ class Pausing:
                 return False
             loop.cancel(let_go)
         return True
+
+    def finish(self, finish: Callable[..., None], *args: object) -> Script[str]:
+        """Let the backend do its part in the caller's context; return why it failed."""
+        try:
+            yield Run(finish, *args)
+        except GeneratorExit:
+            raise
+        except BaseException as exc:  # an interrupt too: the engine is tainted, and the poll raises it
+            return f"{type(exc).__name__}: {exc}"
+        return ""
 
     def end(self, update: Update | None, error: BaseException | None = None) -> Script[None]:
         """Let steps begin, run `after_apply` if `before_apply` has run, and raise what ended the poll."""

@@ -71,7 +71,7 @@ class ReceiverAdapter:
         """
         if self._rollout.begin_poll() or wait_s is not None:
             return await drive_async(self._rollout.poll(wait_s, stream))
-        if self._rollout.is_due_for_yield():
+        if self._rollout.pacing.is_due_for_yield():
             await anyio.lowlevel.checkpoint()
         return None
 

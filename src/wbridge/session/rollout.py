@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
@@ -23,7 +22,7 @@ from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, UpdateAborte
 from wbridge.flow.actions import Apply, Leave, PollFails, RunBeforeApply, Unpark
 from wbridge.flow.messages import Alive, Arrived, Credit, Serve, Stopped, TicketAborted, Unwanted
 from wbridge.ids import Epoch, WorkerId
-from wbridge.observe.stats import UpdateStats
+from wbridge.observe.stats import UpdateClock, UpdateStats
 from wbridge.plan.types import WorkerPlan
 from wbridge.session.contexts import open_receiver_context
 from wbridge.session.endpoints import Target
@@ -33,7 +32,7 @@ from wbridge.session.member import Addresses
 from wbridge.session.outbox import Outbox
 from wbridge.session.pacing import Pacing
 from wbridge.session.pausing import Pausing
-from wbridge.session.script import Run, Script, Wait
+from wbridge.session.script import Script, Wait
 from wbridge.session.steps import Step, is_inside_step
 from wbridge.session.updates import RolloutHooks, Serving, Update
 from wbridge.session.verification import Respondent
@@ -53,9 +52,8 @@ class Rollout:
         secret: str | None,
         device: Device | None,
     ) -> None:
-        job = load_job(target.worker, rendezvous, config, secret)
         self._target = target
-        self._worker = Worker(job, device)
+        self._worker = Worker(load_job(target.worker, rendezvous, config, secret), device)
         self._pausing = Pausing(hooks)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._lockstep: Lockstep | None = None
@@ -69,13 +67,13 @@ class Rollout:
         self._packed = b""
         self._ended: WBridgeError | None = None
         self._after: Event | None = None
-        self._pacing = Pacing()
         self._is_cancelled = False
         self._binding = anyio.Lock()
         self._outbox = Outbox(self._worker.post)
         self.to_coordinator = self._outbox.send
         self._late_writers = LateWriters(target.worker)
         self.gate: StepGate = self._pausing.gate
+        self.pacing: Pacing = Pacing(self._worker.loop.clock)
         self.serving: Serving = Serving()
 
     # The caller's side ---------------------------------------------------------------------------------
@@ -96,10 +94,6 @@ class Rollout:
         lockstep.follower.counter += 1
         return lockstep.follower.flag or self._worker.loop.is_forked
 
-    def is_due_for_yield(self) -> bool:
-        """Whether the caller's loop is to run; rests first if polls follow each other at once."""
-        return self._pacing.is_due_for_yield(self._worker.loop.clock())
-
     def poll(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
         """Drive a counted poll to its end."""
         until_s = None if wait_s is None else self._worker.loop.clock() + wait_s
@@ -116,19 +110,21 @@ class Rollout:
     def _poll_once(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
         lockstep = self._lockstep
         assert lockstep is not None
-        begun_s = parked_s = time.perf_counter()
+        clock = UpdateClock()
         slept = wait_s is not None and not lockstep.follower.flag
         refusal: BaseException | None = None
         self._applying = None
         self._pausing.begin_poll()
-        instruction = yield from self._ask(functools.partial(lockstep.poll, wait_s))
+        is_ready = lockstep.follower.flag and self._get_ready(stream)
+        begin = functools.partial(self._begin, wait_s, clock if is_ready else None)
+        instruction = yield from self._ask(begin)
         while True:
             match instruction:
                 case RunBeforeApply(hold):
                     if slept:  # the caller asked for that wait
-                        begun_s = time.perf_counter()
+                        clock.restart()
                     refusal = yield from self._before_apply(stream)
-                    parked_s = time.perf_counter()
+                    clock.ready()
                     instruction = yield from self._ask(functools.partial(self._answer, hold, refusal))
                 case Written(hold):
                     failure = yield from self._finish()
@@ -137,14 +133,7 @@ class Rollout:
                     yield from self._pausing.end(None, refusal)
                     return None
                 case Leave():
-                    now_s = time.perf_counter()
-                    stats = UpdateStats(
-                        stall_s=now_s - begun_s,
-                        park_s=parked_s - begun_s,
-                        apply_s=now_s - parked_s,
-                        lag=instruction.lag,
-                    )
-                    return (yield from self._leave(instruction, stats))
+                    return (yield from self._leave(instruction, clock.stats(instruction.lag)))
                 case PollFails():
                     yield from self._pausing.end(None, self._failure(instruction))
 
@@ -178,6 +167,22 @@ class Rollout:
         self._is_cancelled = True
         self._worker.loop.submit(self._lockstep.cancel_poll)
 
+    def _get_ready(self, stream: Stream | None) -> bool:
+        """Do what `_before_apply` does before it is asked for, if that takes no time."""
+        assert self._destinations is not None
+        if is_ready := self._pausing.get_ready(self._destinations.check):
+            self._after = (stream or self._worker.current_stream()).record()
+        return is_ready
+
+    async def _begin(self, wait_s: float | None, clock: UpdateClock | None) -> Instruction:
+        """Hand a poll over. One that is ready answers from here: asking it would change threads twice."""
+        assert self._lockstep is not None
+        instruction = await self._lockstep.poll(wait_s)
+        if clock is not None and isinstance(instruction, RunBeforeApply):
+            clock.ready()
+            return await self._answer(instruction.hold, None)
+        return instruction
+
     def _before_apply(self, stream: Stream | None) -> Script[BaseException | None]:
         """Get this worker ready to be written; what fails is the reason to refuse."""
         destinations, lockstep = self._destinations, self._lockstep
@@ -201,13 +206,7 @@ class Rollout:
         """What the backend does when its parameters are written; returns why it failed."""
         assert self._destinations is not None
         load = self._target.load_assembled or self._target.load_weights
-        try:
-            yield Run(self._destinations.finish, load, self._target.after_apply)
-        except GeneratorExit:
-            raise
-        except BaseException as exc:  # an interrupt too: the engine is tainted, and the poll raises it
-            return f"{type(exc).__name__}: {exc}"
-        return ""
+        return self._pausing.finish(self._destinations.finish, load, self._target.after_apply)
 
     def _leave(self, leave: Leave, stats: UpdateStats) -> Script[Update | None]:
         if leave.outcome == "aborted":
@@ -363,15 +362,10 @@ class Rollout:
         self._packed = self._serve.metadata
         self._tasks.start_soon(self._apply, apply)
 
-    @property
-    def _needs_finish(self) -> bool:
-        """Whether the backend has something to do once its parameters are written."""
-        assert self._destinations is not None
-        return self._target.after_apply is not None or self._destinations.has_assembled
-
     async def _apply(self, apply: Apply) -> None:
         lockstep, engine, after = self._lockstep, self._engine, self._after
         assert lockstep is not None and engine is not None and after is not None
+        assert self._destinations is not None
         try:
             await engine.apply(apply.ticket, after)
         except UpdateAborted as exc:
@@ -381,10 +375,12 @@ class Rollout:
             if not isinstance(exc, Exception):
                 raise
         else:
-            if self._needs_finish:
+            if self._target.after_apply is not None or self._destinations.has_assembled:
                 lockstep.written(apply.hold)
             else:
                 lockstep.apply_ended(apply.hold, "applied")
+        finally:
+            engine.release()  # the engine waits for what is above, nobody for this
 
     def _frame(self, peer: str, frame: DataFrame) -> None:
         if self._engine is None or frame.epoch != self._epoch:

@@ -101,6 +101,8 @@ async def test_a_landed_version_costs_one_wait(job: Job) -> None:
         job.start(index)
     job.scatters.close()
     await job.scatters.run()
+    assert job.stopped == []  # whoever waits for the copies does not wait for this
+    job.scatters.release()
     assert job.num_waits == 1
     assert job.stopped == list(range(NUM_GROUPS))
     assert torch.equal(job.parameter, torch.arange(NUM_GROUPS) + 1.0)
@@ -119,6 +121,7 @@ async def test_slots_come_back_one_by_one_while_they_are_wanted(job: Job) -> Non
 
     job.scatters._stopped = stopped
     await job.scatters.run()
+    job.scatters.release()
     assert seen == sorted(seen)
     assert len(seen) == NUM_GROUPS
     assert seen[0] == 1  # the first slot is back after the first wait
@@ -132,6 +135,7 @@ async def test_what_starts_later_is_waited_for_too(job: Job) -> None:
             job.start(index)
         await anyio.wait_all_tasks_blocked()
         job.scatters.close()
+    job.scatters.release()
     assert job.stopped == [0, 1, 2]
     assert job.parameter.tolist()[:4] == [1.0, 2.0, 3.0, 0.0]
 
@@ -156,6 +160,7 @@ async def test_a_copy_that_fails_keeps_no_slot_and_hides_no_error(job: Job) -> N
         job.start(index)
     job.scatters.close()
     await job.scatters.run()
+    job.scatters.release()
     assert job.stopped == [0, 1, 2]
     assert [type(error) for error in job.failures] == [ZeroDivisionError]
     assert job.scatters.error is job.failures[0]
@@ -168,5 +173,6 @@ async def test_a_copy_that_does_not_start_gives_its_slot_back(job: Job) -> None:
     job.start(2)
     job.scatters.close()
     await job.scatters.run()
+    job.scatters.release()
     assert sorted(job.stopped) == [0, 1, 2]
     assert len(job.failures) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -164,6 +165,40 @@ async def test_a_hold_that_one_worker_never_reaches_ends_and_comes_again(tmp_pat
         assert [receiver.version for receiver in job.receivers] == [None, None]
         await job.take()
         assert job.holds(1)
+
+
+class Silent:
+    def before_apply(self) -> None:
+        return
+
+    def after_apply(self, update: wbridge.Update | None) -> None:
+        return
+
+
+@pytest.mark.parametrize(("hooks", "num_changes"), [({}, 1), ({0: Silent()}, 2)])
+async def test_a_poll_that_applies_changes_threads_once(
+    hooks: dict[int, Silent], num_changes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ready before it is asked, and answers from the loop; hooks run when it is asked."""
+    async with running(tmp_path, "async", engines={"engine-0": 1}, hooks=hooks) as job:
+        await (await job.send(1))[0].landed()
+        rollout = job.receivers[0]._rollout
+        assert rollout._lockstep is not None
+        while not rollout._lockstep.follower.flag:
+            await anyio.sleep(0.001)
+        loop, submitted = rollout._worker.loop, []
+        submit = loop.submit
+
+        def count(work: Any) -> Any:  # Any: whatever a poll submits
+            submitted.append(work)
+            return submit(work)
+
+        monkeypatch.setattr(loop, "submit", count)
+        update = await job.receivers[0].poll_requests()
+        monkeypatch.undo()
+        assert (update and update.version, len(submitted)) == (1, num_changes)
+        async with job.receivers[0].step() as version:
+            assert version == 1  # steps begin again
 
 
 async def test_a_poll_before_connect_says_so(tmp_path: Path) -> None:
