@@ -332,8 +332,10 @@ async def test_a_worker_that_is_lost_while_another_has_paused_lets_it_resume(
         asked = anyio.Event()
         hooks[0].before = asked.set
 
+        # Its next poll, which never comes, is then the one at which they meet.
+        assert await job.receivers[1].poll_requests() is None
+
         async def lose() -> None:
-            await job.receivers[1].poll_requests()
             await asked.wait()
             await job.receivers[1].aclose()
 
