@@ -1,0 +1,275 @@
+"""Members of an exchange as the real rings and writers, moved one step at a time in any order."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from wbridge.flow.actions import (
+    CancelPut,
+    Flush,
+    FreeSource,
+    GiveCredit,
+    GroupReady,
+    ReplaceSlot,
+    SendStopped,
+    StartPut,
+    TakeBack,
+)
+from wbridge.flow.messages import Arrived, Stopped
+from wbridge.flow.outgoing import Outgoing
+from wbridge.flow.ring import Incoming, ReceiverRing
+from wbridge.plan.routes import duties_of, find_routes
+from wbridge.plan.types import Exchange
+
+Key = tuple[int, int]
+"""Group, piece."""
+
+TICKET = 1
+
+
+class Writer:
+    """A trainer, or a member in its role as a relay."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.outgoing = Outgoing()
+        self.flying: list[tuple[str, Key]] = []
+        self.written: list[tuple[str, Key]] = []
+
+
+class Member(Writer):
+    def __init__(self, name: str, num_slots: int) -> None:
+        super().__init__(name)
+        self.ring = ReceiverRing(num_slots)
+        self.sources: dict[int, str] = {}
+        self.duties: dict[int, set[str]] = {}
+        self.slots: dict[tuple[str, Key], int] = {}  # (writer, piece) credited
+        self.targets: dict[tuple[str, Key], int] = {}  # the memory that the credit names
+        self.kept: dict[tuple[str, Key], tuple[int, int]] = {}  # (receiver, piece): slot and place
+        self.pending: set[tuple[str, Key]] = set()
+        self.has: dict[Key, int] = {}  # what has come, and how often it counted
+        self.memory: dict[int, tuple[int, set[Key]]] = {}  # by place: the group, and what has been written
+        self.ready: dict[int, int] = {}
+        self.drained: list[int] = []
+        self.fences: set[int] = set()
+        self.places = list(range(num_slots))  # of each slot, until other memory replaces it
+        self.is_granted = self.is_silent = False
+        self.stopped_early: set[str] = set()
+
+
+class RelayWorld:
+    """One ticket. `random` chooses what happens next; `steps` lists what can."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        engines: set[str],
+        *,
+        num_trainers: int,
+        num_slots: int,
+        silent: str = "",
+        gives_up: str = "",
+        chooser: random.Random,
+    ) -> None:
+        self.random = chooser
+        self.silent, self.gives_up = silent, gives_up
+        self.pieces = {(g, k) for g in range(exchange.num_groups) for k in range(num_trainers)}
+        self.num_trainers = num_trainers
+        routes = find_routes(exchange, engines)
+        names = {worker: worker.group for worker in routes}
+        self.trainers = {f"t{k}": Writer(f"t{k}") for k in range(num_trainers)}
+        self.members = {name: Member(name, num_slots) for name in names.values()}
+        self.channels: dict[tuple[str, str], deque[Callable[[], None]]] = {}
+        for worker, sources in routes.items():
+            member = self.members[worker.group]
+            member.sources = {g: names[s] for g, s in enumerate(sources) if s is not None}
+            own = duties_of(worker, routes)
+            member.duties = {g: {names[w] for w in to} for g, to in own.items()}
+            self.post("", member.name, lambda m=member: self.grant(m))
+        for trainer in self.trainers.values():
+            self.post("", trainer.name, lambda t=trainer: self.serve(t))
+
+    def post(self, sender: str, receiver: str, event: Callable[[], None]) -> None:
+        self.channels.setdefault((sender, receiver), deque()).append(event)
+
+    # What can happen ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while steps := list(self.steps()):
+            self.random.choice(steps)()
+
+    def steps(self) -> Any:
+        for (_, receiver), events in self.channels.items():
+            if events and not self.is_stopped(receiver):
+                yield lambda e=events: e.popleft()()
+        for writer in (*self.trainers.values(), *self.members.values()):
+            for put in writer.flying if not self.is_stopped(writer.name) else ():
+                yield lambda w=writer, p=put: self.land(w, *p)
+        for member in self.members.values():
+            if member.is_silent:
+                continue
+            following = len(member.drained)
+            if following in member.ready:
+                yield lambda m=member, g=following: self.drain(m, g)
+            for slot in sorted(member.fences):
+                if self.silent and self.members[self.silent].is_silent:
+                    yield lambda m=member, s=slot: self.fence(m, s)
+            if member.name == self.silent:
+                yield lambda m=member: self.fall_silent(m)
+            if member.name == self.gives_up and member.is_granted:
+                yield lambda m=member: self.give_up(m)
+
+    def is_stopped(self, name: str) -> bool:
+        return name in self.members and self.members[name].is_silent
+
+    # Members as receivers -----------------------------------------------------------------------------
+
+    def grant(self, member: Member) -> None:
+        member.is_granted = True
+        member.sources = {g: s for g, s in member.sources.items() if s not in member.stopped_early}
+        duties = {r: {(g, k) for g, k in self.pieces if r in member.duties.get(g, ())} for r in self.members}
+        self.write(member, member.outgoing.announced(TICKET))
+        self.write(member, member.outgoing.serve(TICKET, {r: own for r, own in duties.items() if own}))
+        incoming = [
+            Incoming(tuple(member.sources.get(g, f"t{k}") for k in range(self.num_trainers)))
+            for g in range(len(self.pieces) // self.num_trainers)
+        ]
+        self.take(member, member.ring.grant(TICKET, incoming))
+
+    def take(self, member: Member, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case GiveCredit(writer, _, group, piece, slot):
+                    key = (group, piece)
+                    place = member.places[slot]
+                    if place not in member.memory or member.memory[place][0] != group:
+                        member.memory[place] = (group, set())
+                    member.slots[writer, key] = slot
+                    member.targets[writer, key] = place
+                    self.post(member.name, writer, lambda w=writer, k=key: self.credit(w, member.name, k))
+                case GroupReady(_, group, slot):
+                    member.ready[group] = slot
+                case TakeBack(slot):
+                    member.fences.add(slot)
+                case ReplaceSlot(slot):
+                    member.places[slot] += 100
+                    self.take(member, member.ring.replaced(slot))
+
+    def arrive(self, member: Member, writer: str, key: Key) -> None:
+        slot = member.slots.pop((writer, key), None)
+        if slot is None:
+            return
+        if key not in member.has:
+            member.has[key] = 0
+            for receiver in sorted(member.duties.get(key[0], ())):
+                member.ring.keep(slot)
+                member.kept[receiver, key] = slot, member.places[slot]
+                if (receiver, key) in member.pending:
+                    member.pending.remove((receiver, key))
+                    self.write(member, member.outgoing.credit(receiver, TICKET, *key))
+        member.has[key] += 1
+        self.take(member, member.ring.arrived(writer, Arrived(TICKET, *key)))
+
+    def drain(self, member: Member, group: int) -> None:
+        slot = member.ready.pop(group)
+        assert member.memory[member.places[slot]] == (group, {(group, k) for k in range(self.num_trainers)})
+        assert member.ring.draining(slot, TICKET)
+        assert all((group, k) in member.has for k in range(self.num_trainers)), "a group with a hole"
+        member.drained.append(group)
+        self.take(member, member.ring.drained(slot))
+
+    def fence(self, member: Member, slot: int) -> None:
+        member.fences.remove(slot)
+        self.take(member, member.ring.abandon(slot, TICKET))
+
+    def bypass(self, member: Member, relay: str) -> None:
+        member.stopped_early.add(relay)
+        if not member.is_granted:
+            return
+        for group in [g for g, source in member.sources.items() if source == relay]:
+            del member.sources[group]
+            for k in range(self.num_trainers):
+                self.take(member, member.ring.reassign(TICKET, group, k, f"t{k}"))
+
+    def stopped(self, member: Member, writer: str, group: int) -> None:
+        self.take(member, member.ring.stopped(writer, Stopped(TICKET, group)))
+        if writer in self.members:
+            member.stopped_early.add(writer)
+            if member.is_granted:
+                self.bypass(member, writer)
+
+    # Writers ------------------------------------------------------------------------------------------
+
+    def serve(self, trainer: Writer) -> None:
+        own = {key for key in self.pieces if f"t{key[1]}" == trainer.name}
+        due = {m.name: {key for key in own if key[0] not in m.sources} for m in self.members.values()}
+        spare = {name: own - keys for name, keys in due.items()}
+        self.write(trainer, trainer.outgoing.announced(TICKET))
+        self.write(trainer, trainer.outgoing.serve(TICKET, due, spare))
+
+    def credit(self, writer: str, receiver: str, key: Key) -> None:
+        member = self.members.get(writer)
+        if member is None:
+            trainer = self.trainers[writer]
+            self.write(trainer, trainer.outgoing.credit(receiver, TICKET, *key))
+        elif key in member.has or receiver not in member.duties.get(key[0], ()):
+            self.write(member, member.outgoing.credit(receiver, TICKET, *key))
+        else:
+            member.pending.add((receiver, key))
+
+    def write(self, writer: Writer, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case StartPut(receiver, _, group, piece):
+                    writer.flying.append((receiver, (group, piece)))
+                case Flush(receiver, _, group):
+                    self.write(writer, writer.outgoing.flushed(receiver, TICKET, group))
+                case SendStopped(receiver, _, group):
+                    member = self.members[receiver]
+                    self.post(
+                        writer.name,
+                        receiver,
+                        lambda m=member, g=group: self.stopped(m, writer.name, g),
+                    )
+                case CancelPut() | FreeSource():
+                    pass
+
+    def land(self, writer: Writer, receiver: str, key: Key) -> None:
+        writer.flying.remove((receiver, key))
+        writer.written.append((receiver, key))
+        member = self.members[receiver]
+        group, there = member.memory[member.targets[writer.name, key]]
+        assert group == key[0], "a late write"
+        there.add(key)
+        self.post(writer.name, receiver, lambda: self.arrive(member, writer.name, key))
+        if isinstance(writer, Member) and (kept := writer.kept.pop((receiver, key), None)) is not None:
+            slot, place = kept
+            assert key in writer.memory[place][1], "it is gone before it is passed on"
+            self.take(writer, writer.ring.checked(slot))
+        self.write(writer, writer.outgoing.put_ended(receiver, TICKET, *key))
+
+    # Faults -------------------------------------------------------------------------------------------
+
+    def fall_silent(self, member: Member) -> None:
+        """It does nothing any more; those that wait for it lose patience, and those that it keeps waiting."""
+        member.is_silent = True
+        for other in self.members.values():
+            if other is not member:
+                self.post("patience", other.name, lambda m=other: self.bypass(m, member.name))
+                self.post("patience", other.name, lambda m=other: self.drop(m, member.name))
+
+    def give_up(self, member: Member) -> None:
+        self.gives_up = ""
+        for receiver in {r for own in member.duties.values() for r in own}:
+            self.drop(member, receiver)
+
+    def drop(self, relay: Member, receiver: str) -> None:
+        for own in relay.duties.values():
+            own.discard(receiver)
+        relay.pending = {duty for duty in relay.pending if duty[0] != receiver}
+        self.write(relay, relay.outgoing.aborted(TICKET, [receiver]))
+        for duty in [d for d in relay.kept if d[0] == receiver and d not in relay.flying]:
+            self.take(relay, relay.ring.checked(relay.kept.pop(duty)[0]))
