@@ -30,11 +30,16 @@ owner: Final[ContextVar[str]] = ContextVar("owner", default="")
 """The name of the adapter that the running task belongs to; empty in the caller's own tasks."""
 
 
-def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int = 0) -> T:
+def run_virtual(
+    main: Callable[[], Awaitable[T]],
+    *,
+    seed: int = 0,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> T:
     """Run `main()` under virtual time: adapters made in it have no threads, and waiting costs nothing.
 
     Sockets are real. Work for threads runs in the loop, at its next pass; randomised pauses depend on
-    `seed`. `anyio.current_time()` begins at 0.
+    `seed`. `anyio.current_time()` begins at 0. `loop_factory` makes another kind of `VirtualTimeLoop`.
 
     Raises:
         InternalError: everybody waits, and nothing is there to wait for.
@@ -50,7 +55,8 @@ def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int = 0) -> T:
     random.seed(seed)
     try:
         with _threads_inline():
-            return anyio.run(whole, backend="asyncio", backend_options={"loop_factory": VirtualTimeLoop})
+            options = {"loop_factory": loop_factory or VirtualTimeLoop}
+            return anyio.run(whole, backend="asyncio", backend_options=options)
     finally:
         random.setstate(state)
 
