@@ -12,13 +12,15 @@ rollout host receives over what it needs, each element once; both from the kerne
 of a host, less 66 bytes of headers for each packet; the largest of all updates. `time_over_bound` is the
 median time of an update over what the busiest link would take at least, if trainers send one copy.
 `gloo-broadcast`: trainers gather, the first broadcasts the whole model to all rollouts. `independent-fetch`:
-every rollout gets its part from the trainers, over plain sockets. Ratios are ours over theirs. A row is not
-valid if the lab's processes took 60 % of the cores or more.
+every rollout gets its part from the trainers, over plain sockets. Ratios are ours over theirs. `sim_over_lab`
+is what the simulator says, from the speeds of one idle link, over what was measured. A row is not valid if
+the lab's processes took 60 % of the cores or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -36,10 +38,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import wbridge  # noqa: E402  # needs the path
 from benchmarks.lab.fleet import Fleet, layers_for  # noqa: E402
 from benchmarks.lab.measure import MIN_BURST_NBYTES, Result, System, measure  # noqa: E402
+from benchmarks.lab.predict import predict  # noqa: E402
 from benchmarks.lab.rows import FETCH, GLOO, OURS, Row, rows_of, verdicts  # noqa: E402
 from benchmarks.links.hosts import open_hosts, why_not  # noqa: E402
 from benchmarks.links.jobs import measure_links  # noqa: E402
 from benchmarks.systems.launch import WorkerFailed  # noqa: E402
+from wbridge.cli.measure import LinkSpeed  # noqa: E402
 
 MIN_PAYLOAD_S = 8.0
 DISTRIBUTIONS = ("torch", "ucxx-cu12", "libucx-cu12")
@@ -55,8 +59,10 @@ def main() -> int:
     os.environ["WBRIDGE_SECRET"] = secrets.token_hex(16)
     num_layers = options.layers or layers_for(MIN_PAYLOAD_S, options.mbit, options.hidden)
     rows = describe(options)
-    if not options.only:
-        rows += measure_link(options.mbit)
+    link = None
+    if options.simulate:
+        link = measure_link(options.mbit)
+        rows += link_rows(link, options.mbit)
     failed = False
     for num_hosts in options.hosts or (2, 3, 4):
         fleet = Fleet(
@@ -67,7 +73,7 @@ def main() -> int:
             engines_per_host=options.engines_per_host,
             tensor_parallel=options.tensor_parallel,
         )
-        results = [measured(system, fleet, options) for system in systems(options)]
+        results = [measured(system, fleet, options, link) for system in systems(options)]
         failed = failed or any(result.why_not for result in results)
         found = rows_of(results, options.mbit)
         print(*map(line_of, found), sep="\n", flush=True)
@@ -89,12 +95,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, default=100.0, help="rate of every link, in each direction")
     parser.add_argument("--updates", type=int, default=3, help="that count, of each system")
     parser.add_argument("--only", action="append", help="only systems whose name begins with this")
+    parser.add_argument(
+        "--no-simulation", dest="simulate", action="store_false", help="neither measure a link nor simulate"
+    )
     parser.add_argument("--trainers", type=int, default=2, help="workers on the trainers' host")
     parser.add_argument("--engines-per-host", type=int, default=1, help="replicas on each rollout host")
     parser.add_argument("--tensor-parallel", type=int, default=2, help="workers of each engine")
     parser.add_argument("--mode", default="sync", help="of wbridge")
     parser.add_argument("--slot-mb", type=float, default=2.0, help="of wbridge: groups are as large")
     parser.add_argument("--num-slots", type=int, default=0, help="of wbridge; 0: as many as it takes itself")
+    parser.add_argument("--relay-patience-s", type=float, help="of wbridge; default: its own")
     parser.add_argument(
         "--layers", type=int, help="of the model, 31 MB each; default: 8 seconds at the rate of a link"
     )
@@ -110,16 +120,23 @@ def systems(options: argparse.Namespace) -> list[System]:
         System(GLOO, "gloo", {"broadcast": "1"}),
         System(FETCH, "probes", {"socket": "1"}),
     ]
+    if options.relay_patience_s:
+        found[0] = System(
+            OURS, "ours", {**found[0].options, "relay_patience_s": str(options.relay_patience_s)}
+        )
     return [system for system in found if not options.only or system.name.startswith(tuple(options.only))]
 
 
-def measured(system: System, fleet: Fleet, options: argparse.Namespace) -> Result:
+def measured(system: System, fleet: Fleet, options: argparse.Namespace, link: LinkSpeed | None) -> Result:
     print(f"{time.strftime('%H:%M:%S')} hosts-{fleet.num_rollout_hosts} {system.name}", flush=True)
     try:
-        return measure(system, fleet, mbit=options.mbit, num_updates=options.updates)
+        result = measure(system, fleet, mbit=options.mbit, num_updates=options.updates)
     except WorkerFailed as exc:
         print(exc, file=sys.stderr)
         return Result(system, fleet, why_not=str(exc).strip().splitlines()[-1])
+    if link is None or system.module != "ours":
+        return result
+    return dataclasses.replace(result, predicted_s=predict(fleet, system.options, link))
 
 
 def describe(options: argparse.Namespace) -> list[Row]:
@@ -143,14 +160,18 @@ def describe(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-def measure_link(mbit: float) -> list[Row]:
+def measure_link(mbit: float) -> LinkSpeed:
     """What the package's own transport gets through an idle link, which is what a simulation starts from."""
     with open_hosts(["near", "far"], mbit=mbit, min_burst_nbytes=MIN_BURST_NBYTES) as hosts:
         (speed,) = measure_links([(hosts["near"], hosts["far"])])
+    return speed
+
+
+def link_rows(link: LinkSpeed, mbit: float) -> list[Row]:
     metrics = {
-        "link_gb_s": (speed.link_gb_s, "GB/s"),
-        "link_over_rate": (speed.link_gb_s * 8e3 / mbit, "ratio"),
-        "round_us": (1e6 * speed.round_s, "us"),
+        "link_gb_s": (link.link_gb_s, "GB/s"),
+        "link_over_rate": (link.link_gb_s * 8e3 / mbit, "ratio"),
+        "round_us": (1e6 * link.round_s, "us"),
     }
     rows: list[Row] = [
         {"benchmark": "lab", "case": "link", "system": OURS, "metric": metric, "value": round(value, 6)}

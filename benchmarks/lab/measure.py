@@ -45,6 +45,8 @@ class Result:
     system: System
     fleet: Fleet
     updates: tuple[Update, ...] = ()
+    predicted_s: float | None = None
+    """What the simulator says of an update."""
     why_not: str = ""
 
     @property

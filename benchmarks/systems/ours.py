@@ -1,5 +1,5 @@
 """This package. Options: `shared` (parameters that writers reach), `idle` (one long poll), `rendezvous`, and
-settings by their names: `transport`, `mode`, `slot_nbytes`, `num_slots`.
+settings by their names: those that `config_of` reads.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def config_of(workload: Workload, options: Mapping[str, str]) -> dict[str, objec
     found: dict[str, object] = {"mode": "sync", "num_engines": num_engines, "transport": "auto"}
     found |= {name: options[name] for name in ("transport", "mode") if name in options}
     counts = ("slot_nbytes", "num_slots", "copy_threads")
-    return found | {name: int(options[name]) for name in counts if name in options}
+    found |= {name: int(options[name]) for name in counts if name in options}
+    return found | {name: float(options[name]) for name in ("relay_patience_s",) if name in options}
 
 
 def describe(context: Context) -> wbridge.Source | wbridge.Target:
