@@ -11,10 +11,10 @@ keep the same workload up to date, on fresh hosts each, and every byte is compar
 rollout host receives over what it needs, each element once; both from the kernel's counters of all interfaces
 of a host, less 66 bytes of headers for each packet; the largest of all updates. `time_over_bound` is the
 median time of an update over what the busiest link would take at least, if trainers send one copy.
-`gloo-broadcast`: trainers gather, the first broadcasts the whole model to all rollouts. `independent-fetch`:
-every rollout gets its part from the trainers, over plain sockets. Ratios are ours over theirs. `sim_over_lab`
-is what the simulator says, from the speeds of one idle link, over what was measured. A row is not valid if
-the lab's processes took 60 % of the cores or more.
+`wbridge-direct`: the same without relays. `gloo-broadcast`: trainers gather, the first broadcasts the whole
+model to all rollouts. `independent-fetch`: every rollout gets its part from the trainers, over plain sockets.
+Ratios are ours over theirs. `sim_over_lab` is what the simulator says, from the speeds of one idle link, over
+what was measured. A row is not valid if the lab's processes took 60 % of the cores or more.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import wbridge  # noqa: E402  # needs the path
 from benchmarks.lab.fleet import Fleet, layers_for  # noqa: E402
 from benchmarks.lab.measure import MIN_BURST_NBYTES, Result, System, measure  # noqa: E402
 from benchmarks.lab.predict import predict  # noqa: E402
-from benchmarks.lab.rows import FETCH, GLOO, OURS, Row, rows_of, verdicts  # noqa: E402
+from benchmarks.lab.rows import DIRECT, FETCH, GLOO, OURS, SYSTEMS, Row, rows_of, verdicts  # noqa: E402
 from benchmarks.links.hosts import open_hosts, why_not  # noqa: E402
 from benchmarks.links.jobs import measure_links  # noqa: E402
 from benchmarks.systems.launch import WorkerFailed  # noqa: E402
@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, action="append", help="rollout hosts; default 2, 3 and 4")
     parser.add_argument("--mbit", type=float, default=100.0, help="rate of every link, in each direction")
     parser.add_argument("--updates", type=int, default=3, help="that count, of each system")
-    parser.add_argument("--only", action="append", help="only systems whose name begins with this")
+    parser.add_argument("--only", action="append", choices=SYSTEMS, help="only these systems")
     parser.add_argument(
         "--no-simulation", dest="simulate", action="store_false", help="neither measure a link nor simulate"
     )
@@ -113,18 +113,21 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def systems(options: argparse.Namespace) -> list[System]:
-    slot_nbytes = int(options.slot_mb * 2**20)
-    ours = {"mode": options.mode, "slot_nbytes": str(slot_nbytes), "num_slots": str(options.num_slots)}
-    found = [
-        System(OURS, "ours", {**ours, "copy_threads": "1"}),
-        System(GLOO, "gloo", {"broadcast": "1"}),
-        System(FETCH, "probes", {"socket": "1"}),
-    ]
+    ours = {
+        "mode": options.mode,
+        "slot_nbytes": str(int(options.slot_mb * 2**20)),
+        "num_slots": str(options.num_slots),
+        "copy_threads": "1",
+    }
     if options.relay_patience_s:
-        found[0] = System(
-            OURS, "ours", {**found[0].options, "relay_patience_s": str(options.relay_patience_s)}
-        )
-    return [system for system in found if not options.only or system.name.startswith(tuple(options.only))]
+        ours["relay_patience_s"] = str(options.relay_patience_s)
+    found = {
+        OURS: System(OURS, "ours", ours),
+        DIRECT: System(DIRECT, "ours", {**ours, "relays": "off"}),
+        GLOO: System(GLOO, "gloo", {"broadcast": "1"}),
+        FETCH: System(FETCH, "probes", {"socket": "1"}),
+    }
+    return [found[name] for name in dict.fromkeys(options.only or found)]
 
 
 def measured(system: System, fleet: Fleet, options: argparse.Namespace, link: LinkSpeed | None) -> Result:

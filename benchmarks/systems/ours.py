@@ -112,7 +112,7 @@ def config_of(workload: Workload, options: Mapping[str, str]) -> dict[str, objec
     """The settings of a job."""
     num_engines = workload.job.num_rollouts // workload.job.rollout_parallel
     found: dict[str, object] = {"mode": "sync", "num_engines": num_engines, "transport": "auto"}
-    found |= {name: options[name] for name in ("transport", "mode") if name in options}
+    found |= {name: options[name] for name in ("transport", "mode", "relays") if name in options}
     counts = ("slot_nbytes", "num_slots", "copy_threads")
     found |= {name: int(options[name]) for name in counts if name in options}
     return found | {name: float(options[name]) for name in ("relay_patience_s",) if name in options}
