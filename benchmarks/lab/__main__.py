@@ -44,8 +44,11 @@ from benchmarks.links.hosts import open_hosts, why_not  # noqa: E402
 from benchmarks.links.jobs import measure_links  # noqa: E402
 from benchmarks.systems.launch import WorkerFailed  # noqa: E402
 from wbridge.cli.measure import LinkSpeed  # noqa: E402
+from wbridge.config import Config  # noqa: E402
 
 MIN_PAYLOAD_S = 8.0
+QUEUED_MBIT = 1000.0
+"""More than lies in front of a sign: slots and the kernel's buffers, of all connections of a host."""
 DISTRIBUTIONS = ("torch", "ucxx-cu12", "libucx-cu12")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 
@@ -102,9 +105,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engines-per-host", type=int, default=1, help="replicas on each rollout host")
     parser.add_argument("--tensor-parallel", type=int, default=2, help="workers of each engine")
     parser.add_argument("--mode", default="sync", help="of wbridge")
-    parser.add_argument("--slot-mb", type=float, default=2.0, help="of wbridge: groups are as large")
+    parser.add_argument("--slot-mb", type=float, default=0.5, help="of wbridge: groups are as large")
     parser.add_argument("--num-slots", type=int, default=0, help="of wbridge; 0: as many as it takes itself")
-    parser.add_argument("--relay-patience-s", type=float, help="of wbridge; default: its own")
+    parser.add_argument("--relay-patience-s", type=float, help="of wbridge; default: by the rate")
     parser.add_argument(
         "--layers", type=int, help="of the model, 31 MB each; default: 8 seconds at the rate of a link"
     )
@@ -118,9 +121,8 @@ def systems(options: argparse.Namespace) -> list[System]:
         "slot_nbytes": str(int(options.slot_mb * 2**20)),
         "num_slots": str(options.num_slots),
         "copy_threads": "1",
+        "relay_patience_s": str(patience_s(options)),
     }
-    if options.relay_patience_s:
-        ours["relay_patience_s"] = str(options.relay_patience_s)
     found = {
         OURS: System(OURS, "ours", ours),
         DIRECT: System(DIRECT, "ours", {**ours, "relays": "off"}),
@@ -128,6 +130,11 @@ def systems(options: argparse.Namespace) -> list[System]:
         FETCH: System(FETCH, "probes", {"socket": "1"}),
     }
     return [found[name] for name in dict.fromkeys(options.only or found)]
+
+
+def patience_s(options: argparse.Namespace) -> float:
+    """How long workers wait for a sign of each other, which on a slow link waits behind bytes."""
+    return float(options.relay_patience_s or max(Config().relay_patience_s, QUEUED_MBIT / options.mbit))
 
 
 def measured(system: System, fleet: Fleet, options: argparse.Namespace, link: LinkSpeed | None) -> Result:
@@ -155,6 +162,7 @@ def describe(options: argparse.Namespace) -> list[Row]:
         "command": " ".join(["python -m benchmarks lab", *sys.argv[1:]]),
         "rate_mbit": f"{options.mbit:g}",
         "burst_kib": str(MIN_BURST_NBYTES // 1024),
+        "relay_patience_s": f"{patience_s(options):g}",
     }
     print(", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
     return [
