@@ -63,17 +63,18 @@ def test_show_a_description_and_save_it(
     text = ran(capsys, "show", model, *TRAINERS, *ROLLOUTS, "--save", str(saved), "--svg", str(picture))
     assert "12 workers on 3 hosts" not in text  # eight GPUs on a host by default
     assert "12 workers on 2 hosts" in text
-    assert sum("|" in line for line in text.splitlines()) == 4  # a row for each trainer
+    assert sum("|" in line for line in text.splitlines()) == 12  # a row for each who writes
     shown = msgspec.json.decode(ran(capsys, "show", str(saved), "--json"), type=Shown)
     assert shown.fingerprint == restored(saved.read_bytes()).fingerprint
     assert shown.fingerprint[:12] in text
     sums = [sum(row) for row in shown.traffic.nbytes]
     by_name = {group.name: group for group in shown.groups}
-    assert sum(sums) == by_name["trainer/train"].sent_nbytes
+    assert sum(sums) == sum(group.sent_nbytes for group in shown.groups)
+    assert 2 * by_name["trainer/train"].sent_nbytes == sum(sums)  # engines of one host pass the other half on
     assert sum(sums) == sum(group.got_nbytes for group in shown.groups)
     cells = [e for e in ElementTree.parse(picture).iter() if e.tag.endswith("rect") and len(e)]
     titles = [cell[0].text or "" for cell in cells]
-    assert len(cells) == 4 * 8
+    assert len(cells) == 12 * 8
     assert any(title.startswith("trainer/train[0] -> rollout/engine0.000[0]: ") for title in titles)
 
 
@@ -100,7 +101,9 @@ def test_explain_names_bound_loads_and_who_is_on_the_busiest_link(
     assert told.bound.relayed_s == told.bound.host_ingress_s
     assert sum(carried.nbytes for carried in report.carried) == report.busiest.nbytes
     assert sum(carried.share for carried in report.carried) == pytest.approx(1)
-    assert {c.name: c.num_links for c in report.classes} == {"trainer egress": 2, "rollout ingress": 3}
+    assert {c.name: c.num_links for c in report.classes} == {
+        "trainer egress": 2, "rollout egress": 2, "rollout ingress": 3,
+    }  # fmt: skip
     text = ran(capsys, "explain", str(job), "--top", "2")
     assert "lower bound" in text and f"ratio {told.ratio:.3f}" in text
     assert f"{told.copies_sent:.2f} copies" in text
