@@ -17,6 +17,12 @@ from wbridge.plan.types import Exchange, Group
 SIGNS_PER_PATIENCE = 4
 """How often those that wait for each other give a sign in `relay_patience_s`."""
 
+GAPS_OF_PATIENCE = 3
+"""Signs queue behind bytes, so on a slow link patience lasts so many times the longest gap there was."""
+
+FIRST_PATIENCES = 4
+"""Before anything is known of a link, patience lasts so many times as long."""
+
 
 class ExchangeMember:
     """Knows from whom each group of the current ticket comes, and turns to the trainers where that fails.
@@ -45,10 +51,11 @@ class ExchangeMember:
         self._members = {str(member) for member in exchange.members}
         self._ticket = 0
         self._sources: dict[int, str] = {}  # by group: the member that is to bring it
-        self._owed: dict[str, set[tuple[int, int]]] = {}  # credits that members have not served yet
+        self._owed: dict[str, set[tuple[int, int]]] = {}  # credits that are not served yet, by writer
         self._stops: dict[int, set[str]] = {}  # members that have stopped before their ticket was granted
         self._lost: set[str] = set()
         self._heard_s: dict[str, float] = {}
+        self._longest_s: dict[str, float] = {}  # between two signs, while something was to come
         self._busy = anyio.Event()
 
     async def run(self) -> None:
@@ -91,16 +98,20 @@ class ExchangeMember:
 
     def credited(self, writer: str, group: int, piece: int) -> None:
         """A credit of the current ticket is on its way."""
+        if not self._owed.get(writer):
+            self._heard_s[writer] = anyio.current_time()  # before, it owed nothing
+        self._owed.setdefault(writer, set()).add((group, piece))
         if writer in self._members:
-            if not self._owed.get(writer):
-                self._heard_s[writer] = anyio.current_time()  # before, it owed nothing
-            self._owed.setdefault(writer, set()).add((group, piece))
             self._busy.set()
 
     def heard(self, peer: str) -> None:
         """A sign of life."""
         if peer in self._members:
-            self._heard_s[peer] = anyio.current_time()
+            now_s = anyio.current_time()
+            if self._owed.get(peer):
+                gap_s = now_s - self._heard_s[peer]
+                self._longest_s[peer] = max(self._longest_s.get(peer, 0.0), gap_s)
+            self._heard_s[peer] = now_s
 
     def arrived(self, ticket: int, writer: str, group: int, piece: int) -> None:
         if ticket == self._ticket and writer in self._owed:
@@ -157,20 +168,33 @@ class ExchangeMember:
             for k, piece in enumerate(self._groups[group].pieces):
                 self._reassign(self._ticket, group, k, str(piece.writer))
 
+    def _is_silent(self, member: str) -> bool:
+        longest_s = self._longest_s.get(member)
+        if longest_s is None:
+            patience_s = FIRST_PATIENCES * self._patience_s
+        else:
+            patience_s = max(self._patience_s, GAPS_OF_PATIENCE * longest_s)
+        return anyio.current_time() - self._heard_s[member] >= patience_s
+
     def _look_around(self) -> None:
-        """Give a sign to those that wait, and give up those that do not."""
-        late_s = anyio.current_time() - self._patience_s
-        owing = {member for member, owed in self._owed.items() if owed}
-        for member in sorted(owing):
-            if self._heard_s[member] <= late_s:
+        """Give a sign to those that wait, and give up those that do not.
+
+        Who cannot take what it is to pass on, for want of a slot, gives none: others need not wait for that.
+        """
+        for member in sorted(self._owing):
+            if self._is_silent(member):
                 self._bypass(member)
                 self._tell(member, Unwanted(self._ticket))
-        kept_for = self.relay.kept_for
-        for member in sorted(kept_for):
-            if self._heard_s.get(member, late_s) <= late_s:
+        for member in sorted(self.relay.kept_for):
+            if self._is_silent(member):
                 self.relay.drop(member)
-        waiting = self.relay.awaited_by | {member for member, owed in self._owed.items() if owed}
+        is_moving = any(self._owed.values())
+        waiting = self._owing | (self.relay.awaited_by if is_moving else self.relay.writing_to)
         for member in sorted(waiting - self._lost):
             self._tell(member, Alive(self._ticket))
-        if not waiting and not self.relay.kept_for:
+        if not (self._owing or self.relay.awaited_by or self.relay.kept_for):
             self._busy = anyio.Event()
+
+    @property
+    def _owing(self) -> set[str]:
+        return {writer for writer, owed in self._owed.items() if owed and writer in self._members}

@@ -67,13 +67,19 @@ class Relay:
         """Pass on what is credited until cancelled."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
-            await self._puts.run()
+            tasks.start_soon(self._puts.run)
 
     @property
     def awaited_by(self) -> set[str]:
         """Those that have given credits which are not served yet."""
         own = self._by_ticket.get(self._ticket)
         return {duty[0] for duty in (*own.credits, *own.flying)} if own else set()
+
+    @property
+    def writing_to(self) -> set[str]:
+        """Those to which something is being written."""
+        own = self._by_ticket.get(self._ticket)
+        return {duty[0] for duty in own.flying} if own else set()
 
     @property
     def kept_for(self) -> set[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from tests.unit.session.exchange import THREE, engine_of, exchanging, member_of
 from tests.unit.session.job import MODES, Job, gather
 from wbridge.device.base import Event
+from wbridge.flow.actions import GiveCredit
 from wbridge.flow.messages import Alive, Credit
 from wbridge.staging.relay import RelayStaging
 from wbridge.staging.slots import Place
@@ -112,7 +114,8 @@ async def test_c42_what_a_relay_has_not_found_right_is_not_passed_on(
 
         async def spoil(endpoint: LoopbackEndpoint, target: memoryview, source: memoryview) -> None:
             await copy(endpoint, target, source)
-            if endpoint.peer == "rollout/engine-1[0]" and not spoilt:
+            from_trainer = endpoint._owner.name.startswith("trainer")
+            if from_trainer and endpoint.peer == "rollout/engine-1[0]" and not spoilt:
                 spoilt.append(endpoint.peer)
                 target[0] ^= 1
 
@@ -174,3 +177,53 @@ async def test_a_silent_relay_is_bypassed(mode: str, tmp_path: Path, monkeypatch
         kept = [g for g in engine_of(job, 1)._groups if g.index not in member_of(job, 1)._sources]
         owed = sum(piece.nbytes for group in kept for piece in group.pieces)
         assert sent(job.senders) - before == COPY_NBYTES + 2 * owed
+
+
+async def test_a_relay_that_gives_signs_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece takes longer than patience lasts, and nobody is bypassed: trainers send one copy."""
+    async with exchanging(tmp_path, "sync", num_trainers=1, relay_patience_s=0.2) as job:
+        await job.update(1)
+        copy, slow = LoopbackEndpoint._copy, []
+
+        async def copy_slowly(endpoint: LoopbackEndpoint, target: memoryview, source: memoryview) -> None:
+            if endpoint.peer.startswith("rollout") and len(slow) < 4:
+                slow.append(endpoint.peer)
+                await anyio.sleep(0.5)
+            await copy(endpoint, target, source)
+
+        monkeypatch.setattr(LoopbackEndpoint, "_copy", copy_slowly)
+        await job.update(2)
+        assert job.holds(2) and len(slow) == 4
+        assert sent(job.senders) == 2 * COPY_NBYTES
+
+
+@pytest.mark.parametrize("mode", ["sync", "receiver_overlap"])
+async def test_a_receiver_that_hangs_costs_its_relays_nothing(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives no credits. The others have the version all the same, in rings of one slot, and so has it when
+    it goes on: what its relays have dropped comes from the trainers."""
+    async with exchanging(tmp_path, mode, num_slots=1, relay_patience_s=0.2) as job:
+        await job.update(1)
+        engine = engine_of(job, 2)
+        give, held = engine._give_credit, list[GiveCredit]()
+        monkeypatch.setattr(engine, "_give_credit", held.append)
+
+        async def go_on() -> None:
+            while not all(job.receivers[k].version == 2 for k in (0, 1)):
+                await anyio.sleep(0.001)
+            assert held and job.receivers[2].version == 1
+            monkeypatch.undo()
+
+            async def give_all() -> None:
+                for credit in held:
+                    give(credit)
+
+            job.receivers[2]._rollout._worker.loop.submit(give_all)
+
+        await gather(lambda: job.send(2), lambda: job.take(), go_on)
+        assert job.holds(2)
+        await job.update(3)
+        assert job.holds(3)
