@@ -46,7 +46,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
             f"--{option.replace('_', '-')}", type=float, metavar="N", help=f"{what}; default {default:g}"
         )
     command.add_argument(
-        "--all-engines", action="store_true", help="simulate equal engines one by one as well"
+        "--fold",
+        choices=("none", "engines", "ranks"),
+        default="engines",
+        help="which equal workers are simulated once; default engines, which loses nothing",
     )
     command.add_argument(
         "--baselines", action="store_true", help="a broadcast and independent fetches as well"
@@ -67,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         }
     )
     plan, topology = loaded.plan, loaded.topology
-    ours = simulate(plan, config, topology, speeds, folded=not options.all_engines)
+    ours = simulate(plan, config, topology, speeds, fold=options.fold)
     others = (
         (broadcast(plan, topology, speeds), independent_fetch(plan, topology, speeds))
         if options.baselines

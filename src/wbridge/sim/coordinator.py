@@ -29,6 +29,7 @@ from wbridge.flow.messages import (
 )
 from wbridge.flow.tickets import Tickets
 from wbridge.sim.engine import Engine
+from wbridge.sim.routing import Routing
 from wbridge.sim.world import World
 from wbridge.sim.writer import Writer
 
@@ -42,8 +43,10 @@ class Coordinator:
         ranks: Sequence[int],
         writers: Mapping[int, Writer],
         engines: Mapping[str, tuple[int, Engine]],
+        routing: Routing,
     ) -> None:
         """`engines`: each with the worker that leads it."""
+        self._routing = routing
         self._world, self._ranks, self._writers, self._engines = world, ranks, writers, engines
         config = world.config
         self._tickets = Tickets(
@@ -108,7 +111,7 @@ class Coordinator:
             case Announced(ticket):
                 writer.announced(ticket)
             case Serve(ticket, _, engines):
-                writer.serve(ticket, engines)
+                writer.serve_engines(ticket, engines, self._routing)
             case Retired(ticket):
                 writer.retired(ticket)
             case EngineOutcome(_, engine, outcome):

@@ -38,14 +38,23 @@ from wbridge.flow.messages import (
 from wbridge.sim.reader import Reader
 from wbridge.sim.world import World
 
+Serving = Callable[[int, int, Sequence[str]], None]
+"""Called with a worker, the ticket that it takes, and the engines that take it together."""
+
 
 class Engine:
     """Workers that wait in their polls for an update from the beginning, and apply it as one."""
 
     def __init__(
-        self, world: World, name: str, members: Sequence[int], readers: Mapping[int, Reader]
+        self,
+        world: World,
+        name: str,
+        members: Sequence[int],
+        readers: Mapping[int, Reader],
+        serve: Serving,
     ) -> None:
         self._world, self.name, self._members = world, name, members
+        self._serve = serve
         self._readers = [readers[k] for k in members]
         self._followers = [Follower() for _ in members]
         config = world.config
@@ -58,8 +67,8 @@ class Engine:
         """By worker, once it has left its poll with the update."""
         self.done_s = 0.0
 
-    @property
-    def is_done(self) -> bool:
+    def has_left(self) -> bool:
+        """All workers have left their polls with the update."""
         return len(self.stalls_s) == len(self._members)
 
     def start(self, to_coordinator: Callable[[str, ToCoordinatorMessage], None]) -> None:
@@ -111,8 +120,8 @@ class Engine:
 
     def _at_worker(self, rank: int, message: object) -> None:
         match message:
-            case Serve(ticket):
-                self._readers[rank].serve(ticket)
+            case Serve(ticket, _, engines):
+                self._serve(self._members[rank], ticket, engines)
             case Hold() | Meet() | Commit() | Done() | Release():
                 self._follow(rank, self._followers[rank].message(message))
             case _:

@@ -40,6 +40,10 @@ class Fabric:
             self.capacities += [nic.egress_gb_s * scale, nic.ingress_gb_s * scale]
         self.capacities += [speeds.local_gb_s * 1e9] * (2 * len(plan.workers))
 
+    def keep_share(self, link: int, share: float) -> None:
+        """Leave only a share of the egress of a NIC: the rest is for those that are not simulated."""
+        self.capacities[2 * link] *= share
+
     def num_copies(self, worker: int) -> int:
         return len(self._copies[worker])
 

@@ -14,7 +14,8 @@ class _Path:
 
     def __init__(self, hops: Hops) -> None:
         self.hops = hops
-        self.moved = 0.0  # bytes of each flow since the path was first used
+        self.moved = 0.0  # bytes of each flow since the path was first used, until `at_s`
+        self.at_s = 0.0
         self.rate = 0.0
         self.flows: list[tuple[float, int, Callable[[], None]]] = []  # by where `moved` is when they end
 
@@ -30,7 +31,6 @@ class Network:
         self._timeline, self._capacities, self._resolution_s = timeline, tuple(capacities), resolution_s
         self._paths: dict[Hops, _Path] = {}
         self._active: dict[Hops, _Path] = {}
-        self._advanced_s = 0.0
         self._turn = 0  # of the newest change; what was planned for an older one is void
         self._is_due = False
         self._num_flows = 0
@@ -44,8 +44,10 @@ class Network:
             return
         for link, times in hops:
             self.carried[link] += nbytes * times
-        self._advance()
-        path = self._paths.setdefault(hops, _Path(hops))
+        path = self._paths.get(hops)
+        if path is None:
+            path = self._paths[hops] = _Path(hops)
+        self._advance(path)
         self._active[hops] = path
         self._num_flows += 1
         heapq.heappush(path.flows, (path.moved + nbytes, self._num_flows, done))
@@ -56,17 +58,14 @@ class Network:
             self._is_due = True
             self._timeline.after(self._resolution_s, self._change)
 
-    def _advance(self) -> None:
-        passed_s = self._timeline.now - self._advanced_s
-        self._advanced_s = self._timeline.now
-        if passed_s > 0:
-            for path in self._active.values():
-                path.moved += path.rate * passed_s
+    def _advance(self, path: _Path) -> None:
+        now_s = self._timeline.now
+        path.moved += path.rate * (now_s - path.at_s)
+        path.at_s = now_s
 
     def _change(self) -> None:
         """End what is over, let others begin in its place, then share the links anew."""
         self._is_due = True
-        self._advance()
         for done in self._ended():
             done()
         self._is_due = False
@@ -83,6 +82,7 @@ class Network:
         """Take out the flows that are over; return whom to tell, in the order in which they began."""
         ended: list[tuple[int, Callable[[], None]]] = []
         for hops, path in list(self._active.items()):
+            self._advance(path)
             limit = path.moved + max(path.rate * self._resolution_s / 2, 1e-9 * path.moved + 1e-6)
             while path.flows and path.flows[0][0] <= limit:
                 _, number, done = heapq.heappop(path.flows)

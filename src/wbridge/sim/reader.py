@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 from wbridge.errors import InternalError
 from wbridge.flow.actions import GiveCredit, GroupReady, RingAction, ToLeader
@@ -13,6 +14,13 @@ from wbridge.sim.world import World
 
 Give = Callable[[GiveCredit], None]
 """Called with each credit that is to reach its writer."""
+
+
+class Relay(Protocol):
+    """What passes on the pieces of a rollout."""
+
+    def start(self, keep: Callable[[int], None], let_go: Callable[[int], None]) -> None: ...
+    def verified(self, piece: tuple[int, int], slot: int) -> None: ...
 
 
 class Reader:
@@ -29,10 +37,12 @@ class Reader:
         num_slots: int,
         whole_first: bool,
     ) -> None:
-        """`groups`: writer and bytes of each piece. `whole_first`: slots fill before the engine is held."""
+        """`groups`: trainer and bytes of each piece. `whole_first`: slots fill before the engine is held."""
         self._world, self._index, self.name, self.engine = world, index, name, engine
-        self._incoming = tuple(Incoming(tuple(writer for writer, _ in group)) for group in groups)
-        self._sizes = [[nbytes for _, nbytes in group] for group in groups]
+        self._trainers = [tuple(writer for writer, _ in group) for group in groups]
+        self._incoming: tuple[Incoming, ...] = ()
+        self.relay: Relay | None = None
+        self.sizes: list[list[int]] = [[nbytes for _, nbytes in group] for group in groups]
         self._before_hold = min(len(groups), num_slots) if whole_first else 0
         self._ring = ReceiverRing(num_slots)
         self._give: Give | None = None
@@ -48,24 +58,37 @@ class Reader:
 
     def start(self, give: Give, to_leader: Callable[[Landed | Vacant], None]) -> None:
         self._give, self._to_leader = give, to_leader
+        if self.relay is not None:
+            self.relay.start(self._ring.keep, lambda slot: self._perform(self._ring.checked(slot)))
         self._perform(self._ring.start())
 
     @property
-    def num_pieces(self) -> int:
-        return sum(len(group) for group in self._sizes)
+    def num_pieces(self) -> list[int]:
+        """Of each group."""
+        return [len(group) for group in self.sizes]
 
     @property
     def needed_nbytes(self) -> int:
-        return sum(sum(group) for group in self._sizes)
+        return sum(sum(group) for group in self.sizes)
 
-    def serve(self, ticket: int) -> None:
+    def serve(self, ticket: int, sources: Sequence[str | None]) -> None:
+        """Take a grant; `sources`: by group, who passes it on, None for the trainers."""
+        self._incoming = tuple(
+            Incoming(trainers if source is None else (source,) * len(trainers))
+            for source, trainers in zip(sources, self._trainers, strict=True)
+        )
         self._perform(self._ring.grant(ticket, self._incoming, before_hold=self._before_hold))
 
-    def arrived(self, writer: int, message: Arrived) -> None:
+    def arrived(self, message: Arrived) -> None:
         self.num_arrived += 1
-        self.arrived_nbytes += self._sizes[message.group][message.piece]
+        self.arrived_nbytes += self.sizes[message.group][message.piece]
+        slot = None if self.relay is None else self._ring.checking(message)
+        if slot is not None and self.relay is not None:
+            self.relay.verified((message.group, message.piece), slot)
         name = self._incoming[message.group].writers[message.piece]
         self._perform(self._ring.arrived(name, message))
+        if slot is not None:
+            self._perform(self._ring.checked(slot))
 
     def apply(self, then: Callable[[], None]) -> None:
         """Write all groups into the parameters as they land."""
@@ -78,8 +101,8 @@ class Reader:
             ticket, slot = self._ready.pop(group)
             if not self._ring.draining(slot, ticket):
                 raise InternalError(f"{self.name}: slot {slot} is not ready; please report it")
-            self._world.copy(self._index, sum(self._sizes[group]), partial(self._scattered, slot))
-        if self._applied is not None and self._num_scattered == len(self._sizes):
+            self._world.copy(self._index, sum(self.sizes[group]), partial(self._scattered, slot))
+        if self._applied is not None and self._num_scattered == len(self.sizes):
             applied, self._applied = self._applied, None
             applied()
 

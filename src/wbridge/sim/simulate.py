@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Final, Literal
 
 import msgspec
 
@@ -15,19 +16,30 @@ from wbridge.flow.outgoing import Piece
 from wbridge.layout.dtype import itemsize
 from wbridge.plan.bound import Bound, lower_bound
 from wbridge.plan.build import ANY_TOPOLOGY
-from wbridge.plan.expand import Expansion
+from wbridge.plan.expand import Expansion, Intake
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.schedule import ring_slots
-from wbridge.plan.topology import Topology, find_links
+from wbridge.plan.topology import Links, Topology, find_links
 from wbridge.plan.types import Plan
 from wbridge.sim.coordinator import Coordinator
 from wbridge.sim.engine import Engine
 from wbridge.sim.fabric import Fabric, LinkBytes
-from wbridge.sim.folding import fold
+from wbridge.sim.folding import Kind, fold_engines, thin
 from wbridge.sim.reader import Reader
+from wbridge.sim.relay import Relay
+from wbridge.sim.routing import Routing
 from wbridge.sim.speeds import Speeds
 from wbridge.sim.world import World
 from wbridge.sim.writer import Writer
+
+Fold = Literal["none", "engines", "ranks"]
+
+Intakes = list[tuple[list[int], Intake]]
+"""The groups that some rollouts receive, with the indices of all of them."""
+
+
+BUSY: Final = 0.6
+"""Ranks are simulated one by one if trainers send for a larger part of the least time: then they compete."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -59,45 +71,88 @@ def simulate(
     topology: Topology = ANY_TOPOLOGY,
     speeds: Speeds | None = None,
     *,
-    folded: bool = True,
+    fold: Fold = "engines",
 ) -> Outcome:
-    """Run the plan and the protocol's machines; `folded`: of equal engines, simulate one.
+    """Run the plan and the protocol's machines, once all engines wait in their polls.
 
-    All engines wait in their polls when the trainers send.
+    `fold` says which equal workers are simulated once: with "engines", of equal engines one; that loses
+    nothing. With "ranks", of rollouts that pass on what they get also only one rank, if other ranks do the
+    same over NICs of their own, and trainers' NICs are idle half of the time; it gets what others leave.
     """
-    return _Job(plan, config, topology, speeds or Speeds(), folded=folded).run()
+    return _Job(plan, config, topology, speeds or Speeds(), fold).run()
 
 
 class _Job:
-    def __init__(
-        self, plan: Plan, config: Config, topology: Topology, speeds: Speeds, *, folded: bool
-    ) -> None:
+    def __init__(self, plan: Plan, config: Config, topology: Topology, speeds: Speeds, fold: Fold) -> None:
         self._plan, self._config, self._topology = plan, config, topology
         links = find_links(plan.workers, plan.hosts, topology)
         each = tuple((k,) for k in range(len(plan.workers)))
-        self._copies: Sequence[Sequence[int]] = fold(plan, links) if folded else each
-        fabric = Fabric(plan, topology, speeds, self._copies)
-        self._world = World(fabric, speeds, config, len(plan.workers))
+        self._copies: Sequence[Sequence[int]] = each if fold == "none" else fold_engines(plan, links)
+        self._fabric = Fabric(plan, topology, speeds, self._copies)
+        self._num_alike = dict.fromkeys(range(len(plan.workers)), 1)
         self._ranks = [k for k, worker in enumerate(plan.workers) if worker.role == "trainer"]
         self._index = {str(worker): k for k, worker in enumerate(plan.workers)}
         self._readers: dict[int, Reader] = {}
         self._held_nbytes = _held_nbytes(plan)
         self._reported_s: dict[int, float] = {}
+        self._relaying: list[Writer] = []
         self._sent: dict[int, dict[int, dict[Piece, int]]] = {k: {} for k in self._ranks}
-        self._read_plan()
+        expansion = Expansion(plan)
+        self._routing = Routing(plan, expansion)
+        intakes = list(expansion.intakes())
+        if fold == "ranks":
+            intakes = self._thinned(intakes, links)
+        self._world = World(self._fabric, speeds, config, len(plan.workers))
+        self._read_plan(intakes)
         self._writers = {k: Writer(self._world, k, own, self._readers) for k, own in self._sent.items()}
+        self._relays = self._build_relays()
         self._engines = self._build_engines()
-        self._coordinator = Coordinator(self._world, self._ranks, self._writers, self._engines)
+        self._coordinator = Coordinator(self._world, self._ranks, self._writers, self._engines, self._routing)
 
-    def _read_plan(self) -> None:
-        """Build the readers, and note what each writer has for them."""
-        names = [str(worker) for worker in self._plan.workers]
-        for members, intake in Expansion(self._plan).intakes():
-            groups = [
-                [(names[piece.writer], piece.nbytes) for piece in group.pieces] for group in intake.groups
-            ]
+    def _thinned(self, intakes: Intakes, links: Links) -> Intakes:
+        """Leave out those that others stand for, and of the trainers' NICs what they would take: their bytes
+        over the least time of a version."""
+        passing = [pair for pair in intakes if self._routing.is_member(pair[0][0])]
+        kinds = [
+            Kind(tuple(members), sum(group.nbytes for group in intake.groups)) for members, intake in passing
+        ]
+        stands_for = thin(self._plan, links, kinds)
+        kept = [pair for number, pair in enumerate(passing) if stands_for[number] == number]
+        kept += [pair for pair in intakes if not self._routing.is_member(pair[0][0])]
+        busy, own = self._busy(intakes, links), self._busy(kept, links)
+        if max(busy.values()) > BUSY:
+            return intakes
+        for number, (members, _) in enumerate(passing):
+            for k in members:
+                self._num_alike[k] = sum(other == number for other in stands_for.values())
+        for link, part in busy.items():
+            self._fabric.keep_share(link, 1 - (part - own.get(link, 0.0)))
+        return kept
+
+    def _busy(self, intakes: Intakes, links: Links) -> dict[int, float]:
+        """Return for which part of the least time of a version these keep each NIC of a trainer busy."""
+        _, bound = lower_bound(self._plan, links, Geometry())
+        found: dict[int, float] = {}
+        for members, intake in intakes:
+            times = 1 if self._routing.is_member(members[0]) else len(members)
+            for piece in (piece for group in intake.groups for piece in group.pieces):
+                link = links.of_worker[piece.writer]
+                taken_s = times * piece.nbytes / (links.nics[link].egress_gb_s * 1e9)
+                found[link] = found.get(link, 0.0) + taken_s / bound.relayed_s
+        return found
+
+    def _read_plan(self, intakes: Intakes) -> None:
+        """Build the readers, and note what each trainer may write to them."""
+        names, config = [str(worker) for worker in self._plan.workers], self._config
+        for members, intake in intakes:
+            groups = [[(names[piece.writer], piece.nbytes) for piece in g.pieces] for g in intake.groups]
+            passes_on = self._routing.is_member(members[0])
+            slots = ring_slots(config, len(groups), config.mode.receiver_staging, passes_on=passes_on)
+            by_writer: dict[int, dict[Piece, int]] = {}
+            for number, group in enumerate(intake.groups):
+                for place, piece in enumerate(group.pieces):
+                    by_writer.setdefault(piece.writer, {})[number, place] = piece.nbytes
             for k in (k for k in members if self._copies[k]):
-                slots = ring_slots(self._config, len(groups), self._config.mode.receiver_staging)
                 self._readers[k] = Reader(
                     self._world,
                     index=k,
@@ -105,20 +160,42 @@ class _Job:
                     engine=self._plan.workers[k].group,
                     groups=groups,
                     num_slots=max(1, slots),
-                    whole_first=not self._config.offers_are_parked,
+                    whole_first=not config.offers_are_parked,
                 )
-                for number, group in enumerate(intake.groups):
-                    for place, piece in enumerate(group.pieces):
-                        own = self._sent[piece.writer].setdefault(k, {})
-                        own[number, place] = piece.nbytes
+                for writer, own in by_writer.items():
+                    self._sent[writer][k] = own
+
+    def _build_relays(self) -> dict[int, Relay]:
+        found: dict[int, Relay] = {}
+        for k, reader in self._readers.items():
+            if others := self._routing.others(k):
+                pieces = {
+                    (number, place): nbytes
+                    for number, sizes in enumerate(reader.sizes)
+                    for place, nbytes in enumerate(sizes)
+                }
+                writer = Writer(self._world, k, dict.fromkeys(others, pieces), self._readers)
+                relay = Relay(writer, {m: self._readers[m].name for m in others}, reader.num_pieces)
+                found[k] = reader.relay = relay
+                self._relaying.append(writer)
+        return found
 
     def _build_engines(self) -> dict[str, tuple[int, Engine]]:
         members: dict[str, list[int]] = {}
         for k in sorted(self._readers):
             members.setdefault(self._plan.workers[k].group, []).append(k)
         return {
-            name: (own[0], Engine(self._world, name, own, self._readers)) for name, own in members.items()
+            name: (own[0], Engine(self._world, name, own, self._readers, self._serve))
+            for name, own in members.items()
         }
+
+    def _serve(self, worker: int, ticket: int, engines: Sequence[str]) -> None:
+        """A rollout takes a ticket, with the workers of these engines."""
+        reader = self._readers[worker]
+        sources = self._routing.sources(worker, engines) or [None] * len(reader.sizes)
+        if worker in self._relays:
+            self._relays[worker].serve(ticket, self._routing.duties(worker, engines))
+        reader.serve(ticket, [None if s is None else self._readers[s].name for s in sources])
 
     def run(self) -> Outcome:
         for _, engine in self._engines.values():
@@ -128,6 +205,9 @@ class _Job:
             reader.start(partial(self._give, k), partial(engine.from_ring, k))
         for rank, k in enumerate(self._ranks):
             self._world.copy(k, self._snapshot_nbytes(k), partial(self._report, rank))
+        self._awaited: list[Callable[[], bool]] = [engine.has_left for _, engine in self._engines.values()]
+        if self._config.source_held:
+            self._awaited += [writer.is_free for writer in self._writers.values()]
         if not self._world.timeline.run(self._is_over):
             raise InternalError(
                 "the simulation stands still before all engines have applied; please report it"
@@ -148,22 +228,22 @@ class _Job:
         """Bring a credit to its writer; one to each copy of the reader."""
         writer = self._index[credit.writer]
         name = self._readers[reader].name
-        call = partial(self._writers[writer].credit, name, credit.ticket, (credit.group, credit.piece))
+        end = self._writers.get(writer) or self._relays[writer]
+        call = partial(end.credit, name, credit.ticket, (credit.group, credit.piece))
         self._world.send(reader, writer, call)
 
     def _is_over(self) -> bool:
         """Snapshots are not waited for: with `latest` they are kept until there is a newer version."""
-        waits = self._config.source_held
-        return all(engine.is_done for _, engine in self._engines.values()) and not (
-            waits and any(writer.free_s is None for writer in self._writers.values())
-        )
+        while self._awaited and self._awaited[-1]():
+            self._awaited.pop()
+        return not self._awaited
 
     def _outcome(self) -> Outcome:
         plan, geometry = self._plan, Geometry()
         links = find_links(plan.workers, plan.hosts, self._topology)
         _, bound = lower_bound(plan, links, geometry)
         stalls = {k: s for _, engine in self._engines.values() for k, s in engine.stalls_s.items()}
-        rollouts = [s for k, s in stalls.items() for _ in self._copies[k]]
+        rollouts = [s for k, s in stalls.items() for _ in range(len(self._copies[k]) * self._num_alike[k])]
         trainers = list(self._trainer_stalls().values())
         landed = [reader.landed_s for reader in self._readers.values() if reader.landed_s is not None]
         time_s = max(engine.done_s for _, engine in self._engines.values())
@@ -177,7 +257,7 @@ class _Job:
             rollout_stall_s=statistics.fmean(rollouts),
             arrived_nbytes={reader.name: reader.arrived_nbytes for reader in self._readers.values()},
             needed_nbytes={reader.name: reader.needed_nbytes for reader in self._readers.values()},
-            num_puts=sum(writer.num_puts for writer in self._writers.values()),
+            num_puts=sum(writer.num_puts for writer in (*self._writers.values(), *self._relaying)),
             num_workers=len(plan.workers),
             num_simulated=len(self._ranks) + len(self._readers),
             links=self._world.fabric.report(self._world.network.carried),

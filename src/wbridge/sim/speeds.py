@@ -19,7 +19,7 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     local_gb_s: float = 450.0
     """Of each worker, in each direction, to others on its host."""
     copy_gb_s: float = 0.0
-    """At which a worker gathers and scatters; 0: that costs nothing."""
+    """At which a worker gathers or scatters, and beside that reads what it passes on; 0: no cost."""
     efficiency: float = 1.0
     """The part of a NIC's bandwidth that payload gets."""
     resolution_s: float = 0.0

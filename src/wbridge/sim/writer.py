@@ -11,7 +11,11 @@ from wbridge.flow.actions import FreeSource, OutgoingAction, StartPut
 from wbridge.flow.messages import Arrived
 from wbridge.flow.outgoing import Outgoing, Piece
 from wbridge.sim.reader import Reader
+from wbridge.sim.routing import Routing
 from wbridge.sim.world import World
+
+Share = Mapping[int, Iterable[Piece]]
+"""By receiver."""
 
 
 class _Mail:
@@ -32,12 +36,14 @@ class Writer:
         pieces: Mapping[int, Mapping[Piece, int]],
         readers: Mapping[int, Reader],
     ) -> None:
-        """`pieces`: by receiver, the bytes of what this worker writes to it."""
+        """`pieces`: by receiver, the bytes of what this worker may write to it."""
         self._world, self._index, self._readers = world, index, readers
         self._pieces = {readers[k].name: own for k, own in pieces.items()}
         self._receivers = {readers[k].name: k for k in pieces}
         self._mail = {k: _Mail(self._slots(k)) for k in pieces}
         self._outgoing = Outgoing()
+        self.was_read: Callable[[StartPut], None] | None = None
+        """Called with each put when its source is not read any more."""
         self.num_puts = 0
         self.free_s: float | None = None
         """When its source was free again."""
@@ -46,17 +52,33 @@ class Writer:
         local = self._world.fabric.is_local(self._index, receiver)
         return len(self._pieces[self._readers[receiver].name]) if local else self._world.config.local_slots
 
+    def is_free(self) -> bool:
+        """Nobody reads the source any more."""
+        return self.free_s is not None
+
     def announced(self, ticket: int) -> None:
         self._perform(self._outgoing.announced(ticket))
 
-    def serve(self, ticket: int, engines: Iterable[str]) -> None:
-        granted = set(engines)
-        due = {
-            name: own
-            for name, own in self._pieces.items()
-            if self._readers[self._receivers[name]].engine in granted
-        }
-        self._perform(self._outgoing.serve(ticket, due))
+    def serve(self, ticket: int, pieces: Share, spare: Share | None = None) -> None:
+        """Write these as they are credited; the spare ones too, if they are."""
+        due, others = (
+            {self._readers[k].name: own for k, own in each.items()} for each in (pieces, spare or {})
+        )
+        self._perform(self._outgoing.serve(ticket, due, others))
+
+    def serve_engines(self, ticket: int, engines: Iterable[str], routing: Routing) -> None:
+        """Write all that the receivers of these do not get from each other."""
+        granted = frozenset(engines)
+        due: dict[int, Iterable[Piece]] = {}
+        spare: dict[int, Iterable[Piece]] = {}
+        for name, own in self._pieces.items():
+            k = self._receivers[name]
+            if self._readers[k].engine not in granted:
+                continue
+            sources = routing.sources(k, granted)
+            due[k] = own if sources is None else [piece for piece in own if sources[piece[0]] is None]
+            spare[k] = () if sources is None else [piece for piece in own if sources[piece[0]] is not None]
+        self.serve(ticket, due, spare)
 
     def credit(self, receiver: str, ticket: int, piece: Piece) -> None:
         self._perform(self._outgoing.credit(receiver, ticket, *piece))
@@ -86,21 +108,24 @@ class Writer:
         nbytes = self._pieces[put.receiver][put.group, put.piece]
         copies = self._world.fabric.num_copies(self._receivers[put.receiver])
         self.num_puts += copies
-        self._world.copy(self._index, nbytes * copies, partial(self._put, put, nbytes, copies))
+        copied = partial(self._put, put, nbytes, copies)
+        self._world.copy(self._index, nbytes * copies, copied, passes_on=self.was_read is not None)
 
     def _put(self, put: StartPut, nbytes: int, copies: int) -> None:
         receiver = self._receivers[put.receiver]
         hops = self._world.fabric.hops(self._index, receiver)
         moved = partial(self._moved, put, receiver)
         move = partial(self._world.network.send, hops, nbytes, moved)
+        if self.was_read is not None and not self._world.fabric.is_local(self._index, receiver):
+            self.was_read(put)  # it is in a slot of ours, for this receiver
         self._world.handle(self._index, move, times=copies)
 
     def _moved(self, put: StartPut, receiver: int) -> None:
         """The last byte is through: the notification follows, and the acknowledgement comes back."""
+        if self.was_read is not None and self._world.fabric.is_local(self._index, receiver):
+            self.was_read(put)
         latency_s = self._world.fabric.latency_s(self._index, receiver)
-        arrive = partial(
-            self._readers[receiver].arrived, self._index, Arrived(put.ticket, put.group, put.piece)
-        )
+        arrive = partial(self._readers[receiver].arrived, Arrived(put.ticket, put.group, put.piece))
         self._world.timeline.after(latency_s, partial(self._world.handle, receiver, arrive))
         self._world.timeline.after(2 * latency_s, partial(self._ended, put))
 

@@ -33,13 +33,13 @@ def test_links_and_speeds_are_those_that_are_given(model: str, capsys: pytest.Ca
     job = [model, *TRAINERS, *ROLLOUTS]
     slow = ran(capsys, *job, *LINKS, *FREE)
     fast = ran(capsys, *job, "--nics-per-host", "1", "--nic-gb-s", "0.02", *FREE)
-    assert slow.ours.time_s == pytest.approx(2 * fast.ours.time_s)
+    assert slow.ours.time_s == pytest.approx(2 * fast.ours.time_s, rel=1e-4)
     payload = ran(capsys, *job, *LINKS, *FREE, "--efficiency", "0.5")
-    assert payload.ours.time_s == pytest.approx(2 * slow.ours.time_s)
+    assert payload.ours.time_s == pytest.approx(2 * slow.ours.time_s, rel=1e-4)
     late = ran(capsys, *job, *LINKS, *FREE, "--latency-us", "1000")
     assert late.speeds.latency_s == pytest.approx(1e-3)
     assert late.ours.time_s > slow.ours.time_s + 4e-3
-    assert ran(capsys, *job, *LINKS, "--all-engines", *FREE).ours.num_simulated == 12
+    assert ran(capsys, *job, *LINKS, "--fold", "none", *FREE).ours.num_simulated == 12
 
 
 def test_people_read_time_bound_stalls_links_and_baselines(

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.sim.jobs import CONFIG, FREE, job, planned, simulated, slow
+from tests.unit.sim.jobs import CONFIG, FREE, LARGER, job, planned, simulated, slow
 from wbridge.config import Config, Mode
 from wbridge.errors import ConfigError
 from wbridge.plan.describe import Group, Job
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.traffic import find_traffic
 from wbridge.sim.baselines import broadcast, independent_fetch
+from wbridge.sim.simulate import simulate
 from wbridge.sim.speeds import Speeds
 
 TWO = (Group(workers=2, tp=2, engines=2),)
@@ -26,7 +27,7 @@ def test_every_byte_arrives_once_in_every_mode(rollouts: tuple[Group, ...], mode
     config = msgspec.structs.replace(CONFIG, mode=mode)
     plan, _ = planned(job(rollouts))
     needed = {str(plan.workers[k]): nbytes for k, nbytes in find_traffic(plan, Geometry()).ingress().items()}
-    found = simulated(job(rollouts), config=config, folded=False)
+    found = simulated(job(rollouts), config=config, fold="none")
     assert found.arrived_nbytes == needed
     sent = sum(link.nbytes for link in found.links if link.direction == "egress")
     got = sum(link.nbytes for link in found.links if link.direction == "ingress")
@@ -116,7 +117,8 @@ FOLDED = [
 @pytest.mark.parametrize("speeds", [FREE, Speeds(latency_s=1e-3, message_s=0.0, copy_gb_s=0.1)])
 def test_equal_engines_need_only_one_of_them(described: Job, num_simulated: int, speeds: Speeds) -> None:
     """What one engine stands for is what all of them do, simulated one by one."""
-    short, full = simulated(described, speeds), simulated(described, speeds, folded=False)
+    config = msgspec.structs.replace(CONFIG, relays="off")
+    short, full = (simulated(described, speeds, config, fold=fold) for fold in ("engines", "none"))
     assert short.num_simulated == num_simulated
     assert full.num_simulated == full.num_workers == short.num_workers
     assert short.num_puts == full.num_puts
@@ -127,6 +129,51 @@ def test_equal_engines_need_only_one_of_them(described: Job, num_simulated: int,
         for found in (short, full)
     ]
     assert egress[0] == egress[1]
+
+
+COSTLY = Speeds(latency_s=1e-4, message_s=1e-5, copy_gb_s=0.1)
+EIGHT = Group(workers=8, tp=4, ep=4)
+RANKS = [
+    job((Group(workers=4, tp=4, ep=4, engines=2),), EIGHT, gpus_per_host=4, nics_per_host=4),
+    job((Group(workers=2, tp=2, ep=2, engines=4),), EIGHT, nics_per_host=2),
+    job((Group(workers=4, tp=4, ep=4, engines=3),), EIGHT, nics_per_host=2),
+]
+
+
+@pytest.mark.parametrize(("described", "speeds"), [*zip(RANKS, (FREE, COSTLY, FREE), strict=True)])
+def test_of_ranks_that_pass_on_the_same_one_tells_enough(described: Job, speeds: Speeds) -> None:
+    config = Config(slot_nbytes=2**13)
+    plan, topology = planned(described, config, LARGER)
+    assert len(plan.exchanges) > 1
+    short, full = (simulate(plan, config, topology, speeds, fold=fold) for fold in ("ranks", "none"))
+    assert short.num_simulated < full.num_simulated == full.num_workers
+    for name in ("time_s", "agst_s"):
+        assert getattr(short, name) == pytest.approx(getattr(full, name), rel=0.03), name
+
+
+def test_ranks_are_not_left_out_where_they_compete_for_the_trainers() -> None:
+    four = job((Group(workers=4, tp=4, ep=4, engines=2),), Group(workers=4, tp=4, ep=4), nics_per_host=2)
+    found = simulated(four, fold="ranks")
+    assert found.num_simulated == found.num_workers
+
+
+def test_rollouts_that_pass_on_spare_the_trainers() -> None:
+    """Three engines on three hosts: trainers send one copy, and what hosts get beyond it is passed on."""
+    described = job((Group(workers=2, tp=2, engines=3),))
+    config = Config(slot_nbytes=2**13)
+    relayed, direct = (
+        simulated(described, config=msgspec.structs.replace(config, relays=relays), fold="none")
+        for relays in ("auto", "off")
+    )
+    sent = [
+        sum(link.nbytes for link in found.links if link.link.startswith("trainer"))
+        for found in (relayed, direct)
+    ]
+    assert sent[1] == 3 * sent[0]
+    assert relayed.needed_nbytes == relayed.arrived_nbytes
+    assert sum(relayed.needed_nbytes.values()) == sum(direct.needed_nbytes.values())
+    assert relayed.time_s < 0.5 * direct.time_s
+    assert relayed.num_puts >= direct.num_puts
 
 
 def test_a_broadcast_of_everything_and_fetches_from_the_first_holder() -> None:
