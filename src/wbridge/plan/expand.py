@@ -234,15 +234,17 @@ class Intake:
 
     def num_transfers(self) -> int:
         """Return how many transfers one receiver takes."""
-        return sum(self.num_transfers_by_writer().values())
+        return sum(count for group in range(len(self.groups)) for _, count in self.transfers_in(group))
 
-    def num_transfers_by_writer(self) -> dict[int, int]:
-        """Return how many transfers one receiver takes of each writer, by its index."""
-        found: dict[int, int] = {}
-        for piece in (piece for group in self.groups for piece in group.pieces):
-            count = sum(self._way(item.inflow, piece.writer).num_transfers(item) for item in piece.items)
-            found[piece.writer] = found.get(piece.writer, 0) + count
-        return found
+    def transfers_in(self, group: int) -> list[tuple[int, int]]:
+        """Return the writer of each piece of a group, by its index, and how many transfers the piece has."""
+        return [
+            (
+                piece.writer,
+                sum(self._way(item.inflow, piece.writer).num_transfers(item) for item in piece.items),
+            )
+            for piece in self.groups[group].pieces
+        ]
 
     def _inflow(self, part: _Part, host: str) -> Inflow:
         cell = part.cell

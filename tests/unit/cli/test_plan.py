@@ -130,6 +130,7 @@ def test_diff_of_an_engine_that_joins_and_one_that_leaves(
     assert joins.joined == tuple(f"rollout/engine0.002[{k}]" for k in range(4))
     assert joins.left == () and joins.removed_nbytes == 0 and joins.added_nbytes > 0
     assert 2 * joins.transfers_after == 3 * joins.transfers_before
+    assert any(pair.writer.startswith("rollout/") and pair.nbytes_after for pair in joins.pairs)
     one, two = tmp_path / "one.plan", tmp_path / "two.plan"
     ran(capsys, "show", model, *TRAINERS, "--rollouts", "1x4,tp=4,ep=4", "--save", str(one))
     ran(capsys, "show", model, *TRAINERS, *ROLLOUTS, "--save", str(two))
