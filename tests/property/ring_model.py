@@ -195,7 +195,7 @@ class RingWorld:
 
     def hear_note(self, name: str) -> None:
         note = self.writers[name].notes.pop(0)
-        slot = self.ring.checking(note) if self.slow_checks else None
+        slot = self.ring.checking(name, note) if self.slow_checks else None
         if slot is None:
             self.receive(self.ring.arrived(name, note))
         else:

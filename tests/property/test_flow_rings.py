@@ -104,8 +104,8 @@ class NeverFull(ReceiverRing):
 class FreesWhatIsChecked(ReceiverRing):
     """A slot is free when its writers have stopped, although its bytes are still being read."""
 
-    def checking(self, message: Arrived) -> int | None:
-        slot = super().checking(message)
+    def checking(self, writer: str, message: Arrived) -> int | None:
+        slot = super().checking(writer, message)
         if slot is not None:
             super().checked(slot)
         return slot

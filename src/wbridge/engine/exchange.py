@@ -28,7 +28,7 @@ class ExchangeMember:
     """Knows from whom each group of the current ticket comes, and turns to the trainers where that fails.
 
     `reassign` is called with each (ticket, group, piece, writer) that another writer is to bring, `tell` with
-    what is to be sent to another member.
+    what is to be sent to another member, `give_up` with a ticket that cannot be landed, and why.
     """
 
     def __init__(
@@ -41,18 +41,21 @@ class ExchangeMember:
         patience_s: float,
         reassign: Callable[[int, int, int, str], None],
         tell: Callable[[str, Alive | Unwanted], None],
+        give_up: Callable[[int, str], None],
     ) -> None:
         self._worker = worker
         self._exchange = exchange
         self._groups = groups
         self.relay: Relay = relay
         self._patience_s = patience_s
-        self._reassign, self._tell = reassign, tell
+        self._reassign, self._tell, self._give_up = reassign, tell, give_up
         self._members = {str(member) for member in exchange.members}
         self._ticket = 0
         self._sources: dict[int, str] = {}  # by group: the member that is to bring it
         self._owed: dict[str, set[tuple[int, int]]] = {}  # credits that are not served yet, by writer
         self._stops: dict[int, set[str]] = {}  # members that have stopped before their ticket was granted
+        self._late: set[str] = set()  # members that are bypassed and may write all the same
+        self._distrusted: set[str] = set()  # members that are bypassed when they have stopped
         self._lost: set[str] = set()
         self._heard_s: dict[str, float] = {}
         self._longest_s: dict[str, float] = {}  # between two signs, while something was to come
@@ -73,6 +76,8 @@ class ExchangeMember:
         sources = routes.get(self._worker, (None,) * len(self._groups))
         self._ticket = ticket
         self._owed.clear()
+        self._late.clear()
+        self._distrusted.clear()
         gone = self._lost.union(self._stops.get(ticket, ()))
         self._stops = {later: own for later, own in self._stops.items() if later > ticket}
         self._sources = {g: str(s) for g, s in enumerate(sources) if s is not None and str(s) not in gone}
@@ -138,35 +143,46 @@ class ExchangeMember:
         if writer in self._members:
             if stopped.ticket == self._ticket:
                 self._bypass(writer)
+                self._late.discard(writer)
             elif stopped.ticket > self._ticket:
                 self._stops.setdefault(stopped.ticket, set()).add(writer)
 
-    def is_member(self, writer: str) -> bool:
-        return writer in self._members
-
-    def distrust(self, writer: str) -> None:
-        """What it has brought is not what the trainer sent: take the rest from the trainers."""
-        self._bypass(writer)
-        self._tell(writer, Unwanted(self._ticket))
+    def distrust(self, writer: str, group: int, piece: int) -> bool:
+        """What a relay has brought is not what the trainer sent: the trainers bring the rest of it once it
+        has stopped, since what it still writes may be as wrong, and come last. False: nothing can be done."""
+        if self._sources.get(group) == writer:
+            self._owed.setdefault(writer, set()).add((group, piece))
+            self._distrusted.add(writer)
+            self._tell(writer, Unwanted(self._ticket))
+            self._busy.set()
+        return writer in self._members and writer not in self._late
 
     def lose(self, peer: str) -> None:
         """A worker is gone."""
         if peer in self._members:
             self._lost.add(peer)
             self.relay.lose(peer)
-            self._bypass(peer)
+            self._do_without(peer)
 
     # Patience -------------------------------------------------------------------------------------------
 
     def _bypass(self, relay: str) -> None:
         """Have the trainers bring what this member was to."""
         self._owed.pop(relay, None)
+        self._late.add(relay)
         moved = [group for group, source in self._sources.items() if source == relay]
         for group in moved:
             del self._sources[group]
         for group in moved:
             for k, piece in enumerate(self._groups[group].pieces):
                 self._reassign(self._ticket, group, k, str(piece.writer))
+
+    def _do_without(self, relay: str) -> None:
+        """Have the trainers bring what this member was to, unless that may be overwritten by wrong bytes."""
+        if relay in self._distrusted:
+            why = f"{self._worker}: {relay} brought bytes that were not the trainer's, and has not stopped"
+            self._give_up(self._ticket, f"{why}; send the version again")
+        self._bypass(relay)
 
     def _is_silent(self, member: str) -> bool:
         longest_s = self._longest_s.get(member)
@@ -183,7 +199,7 @@ class ExchangeMember:
         """
         for member in sorted(self._owing):
             if self._is_silent(member):
-                self._bypass(member)
+                self._do_without(member)
                 self._tell(member, Unwanted(self._ticket))
         for member in sorted(self.relay.kept_for):
             if self._is_silent(member):

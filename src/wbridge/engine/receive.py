@@ -108,6 +108,7 @@ class ReceiveEngine:
             patience_s=context.config.relay_patience_s,
             reassign=lambda *moved: self._perform(self._ring.reassign(*moved)),
             tell=lambda member, message: self._credits[member].give(message),
+            give_up=self._give_up,
         )
 
     def _placements_for(self, writer: str) -> list[Placement]:
@@ -186,7 +187,7 @@ class ReceiveEngine:
             return  # stale, or a second arrival
         if self._exchange is not None:
             self._exchange.arrived(arrived.ticket, writer, arrived.group, arrived.piece)
-        slot = self._ring.checking(arrived) if arrived.checksum else None
+        slot = self._ring.checking(writer, arrived) if arrived.checksum else None
         if slot is None:
             self._perform(self._ring.arrived(writer, arrived))
             return
@@ -249,14 +250,13 @@ class ReceiveEngine:
 
     def _refuse(self, check: _Check) -> None:
         """These bytes are wrong: a relay's are taken from the trainer, a trainer's are not to be had."""
-        if self._exchange is not None and self._exchange.is_member(check.writer):
-            self._exchange.distrust(check.writer)
-            return
-        self._give_up(
-            check.arrived.ticket,
-            f"{self._context.worker}, group {check.arrived.group}: the bytes from {check.writer} are not"
-            " those it sent; send the version again",
-        )
+        arrived = check.arrived
+        if self._exchange is None or not self._exchange.distrust(check.writer, arrived.group, arrived.piece):
+            self._give_up(
+                arrived.ticket,
+                f"{self._context.worker}, group {arrived.group}: the bytes from {check.writer} are not those"
+                " it sent; send the version again",
+            )
 
     # Apply --------------------------------------------------------------------------------------------
 

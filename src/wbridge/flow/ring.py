@@ -112,13 +112,16 @@ class ReceiverRing:
             self._ready_if_whole(slot, out)
         return self._go_on(out)
 
-    def checking(self, message: Arrived) -> int | None:
+    def checking(self, writer: str, message: Arrived) -> int | None:
         """Return the slot whose piece is to be read before it counts as arrived; it is kept until `checked`.
+        A second arrival too: it has changed what was read for the first.
 
-        None: the arrival is stale, and the slot may be somebody else's by now.
+        None: the arrival is stale, and the slot may be somebody else's by now, or is applied already.
         """
         slot = self._find(message.ticket, message.group)
-        if slot is None or slot.state != "filling" or message.piece not in slot.barrier.missing:
+        if slot is None or slot.state not in ("filling", "ready"):
+            return None
+        if message.piece not in slot.barrier.missing and (writer, message.piece) not in slot.may_write:
             return None
         slot.num_readers += 1
         return self._slots.index(slot)

@@ -73,7 +73,7 @@ def test_a_divided_ring_is_full_when_no_stage_can_take_more() -> None:
 def test_a_piece_that_is_being_checked_keeps_its_slot() -> None:
     machine = ring(1)
     machine.grant(1, [A])
-    assert machine.checking(Arrived(1, 0, 0)) == 0
+    assert machine.checking("A", Arrived(1, 0, 0)) == 0
     machine.abort(1)
     machine.stopped("A", Stopped(1))
     assert machine.arrived("A", Arrived(1, 0, 0)) == []
@@ -86,9 +86,21 @@ def test_what_is_stale_is_not_checked() -> None:
     machine.grant(1, [AB, A])
     machine.arrived("A", Arrived(1, 0, 0))
     for stale in (Arrived(1, 0, 0), Arrived(1, 1, 0), Arrived(9, 0, 0), Arrived(1, 0, 7)):
-        assert machine.checking(stale) is None
+        assert machine.checking("A", stale) is None
     machine.abort(1)
-    assert machine.checking(Arrived(1, 0, 1)) is None
+    assert machine.checking("B", Arrived(1, 0, 1)) is None
+
+
+def test_a_second_arrival_is_checked_until_the_group_is_applied() -> None:
+    machine = ring(1)
+    machine.grant(1, [A])
+    machine.reassign(1, 0, 0, "B")
+    machine.arrived("B", Arrived(1, 0, 0))
+    assert machine.states == ("ready",)
+    assert machine.checking("A", Arrived(1, 0, 0)) == 0
+    machine.checked(0)
+    assert machine.draining(0, 1)
+    assert machine.checking("A", Arrived(1, 0, 0)) is None
 
 
 def test_c1_first_credits_come_with_the_grant_also_after_an_abort() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+import wbridge
 from tests.unit.session.exchange import THREE, engine_of, exchanging, member_of
 from tests.unit.session.job import MODES, Job, gather
 from wbridge.device.base import Event
@@ -149,15 +152,116 @@ async def test_bytes_that_a_relay_damages_are_taken_from_the_trainers(
         assert job.holds(2) and spoilt
 
 
-def holding_back(monkeypatch: pytest.MonkeyPatch, job: Job, index: int) -> list[str]:
-    """From now on this worker passes nothing on and gives no sign, as if it had been stopped."""
+@contextmanager
+def damaging(
+    monkeypatch: pytest.MonkeyPatch, job: Job, *, until: Callable[[], bool], prompt: int
+) -> Iterator[list[str]]:
+    """Engine 1 damages what it passes on to engine 0, all but the first few with bytes that land only when
+    `until()`, whatever becomes of the put; gives what has landed."""
+    copy = LoopbackEndpoint._copy
+    landed: list[str] = []
+    begun: list[str] = []
+
+    async def spoil(endpoint: LoopbackEndpoint, target: memoryview, source: memoryview) -> None:
+        if (endpoint._owner.name, endpoint.peer) != ("rollout/engine-1[0]", "rollout/engine-0[0]"):
+            return await copy(endpoint, target, source)
+        is_prompt = len(begun) < prompt
+        begun.append(endpoint.peer)
+        with anyio.CancelScope(shield=True):
+            while not (len(begun) > prompt if is_prompt else until()):
+                await anyio.sleep(0.001)
+            await copy(endpoint, target, source)
+        target[0] ^= 1
+        landed.append(endpoint.peer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopbackEndpoint, "_copy", spoil)
+        yield landed
+
+
+async def test_trainers_take_over_when_a_relay_that_damages_bytes_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it still writes is wrong too, and would come last."""
+    pair = {"engine-0": 1, "engine-1": 1}
+    values = {"num_trainers": 1, "engines": pair, "relay_patience_s": 60.0, "slot_nbytes": 512}
+    async with exchanging(tmp_path, "receiver_overlap", **values) as job:
+        await job.update(1)
+        ring, member = engine_of(job, 0)._ring, member_of(job, 0)
+
+        def is_found_out() -> bool:
+            return bool(member._distrusted) or "filling" not in ring.states
+
+        with damaging(monkeypatch, job, until=is_found_out, prompt=1) as landed:
+
+            async def take() -> list[wbridge.Update]:
+                await job.take(1)
+                while len(landed) < 2 or "filling" in ring.states:
+                    await anyio.sleep(0.001)
+                return await job.take(0)
+
+            await gather(lambda: job.send(2), take)
+        assert job.holds(2)
+
+
+@pytest.mark.parametrize("prompt", [0, 1])
+async def test_a_version_that_a_relay_may_still_damage_is_given_up(
+    prompt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is bypassed since it is silent, and brings wrong bytes before it hears that; or it falls silent
+    after such bytes."""
+    pair = {"engine-0": 1, "engine-1": 1}
+    values = {"num_trainers": 1, "engines": pair, "relay_patience_s": 0.2, "slot_nbytes": 512}
+    async with exchanging(tmp_path, "receiver_overlap", **values) as job:
+        await job.update(1)
+        holding_back(monkeypatch, job, 1, swallows=False)
+        if not prompt:
+            monkeypatch.setattr(member_of(job, 1).relay, "drop", lambda *_: None)
+        engine = engine_of(job, 0)
+
+        def is_through() -> bool:
+            return 2 in engine._aborted or "filling" not in engine._ring.states
+
+        with damaging(monkeypatch, job, until=is_through, prompt=prompt):
+            deliveries, _ = await gather(lambda: job.send(2), lambda: job.take(1))
+            outcomes = await deliveries[0].applied()  # type: ignore[attr-defined]  # a list of each kind
+        assert outcomes == {"engine-0": "aborted", "engine-1": "applied"}
+        assert job.rollouts[0].holds(1) and job.rollouts[1].holds(2)
+        await job.update(3)
+        assert job.holds(3)
+
+
+@pytest.mark.parametrize("mode", ["receiver_overlap", "async"])
+async def test_an_engine_that_does_not_poll_holds_up_no_other_even_with_small_rings(
+    mode: str, tmp_path: Path
+) -> None:
+    """It is alive, but as long as its application does not poll it has nothing to pass on."""
+    values = {"num_slots": 2, "slot_nbytes": 512, "relay_patience_s": 0.2}
+    async with exchanging(tmp_path, mode, **values) as job:
+        await job.update(1)
+
+        async def take() -> list[wbridge.Update]:
+            await job.take(0, 2)
+            assert job.rollouts[0].holds(2) and job.rollouts[1].holds(1) and job.rollouts[2].holds(2)
+            return await job.take(1)
+
+        await gather(lambda: job.send(2), take)
+        assert job.holds(2)
+
+
+def holding_back(
+    monkeypatch: pytest.MonkeyPatch, job: Job, index: int, *, swallows: bool = True
+) -> list[str]:
+    """From now on this worker gives no sign, and if it `swallows` credits, passes nothing on, as if it had
+    been stopped."""
     muted: list[str] = []
     relay, member = member_of(job, index).relay, member_of(job, index)
 
     def swallow(receiver: str, credit: Credit) -> None:
         muted.append(receiver)
 
-    monkeypatch.setattr(relay, "credit", swallow)
+    if swallows:
+        monkeypatch.setattr(relay, "credit", swallow)
     tell = member._tell
     monkeypatch.setattr(
         member, "_tell", lambda to, message: None if isinstance(message, Alive) else tell(to, message)
