@@ -5,9 +5,10 @@
 Each trainer and each engine of the job lives on a host of its own: a network namespace whose link is limited
 in both directions. Two trainers hold the halves of a model, two engines of two tensor-parallel workers run
 it; steps wait on a timer. The prediction starts from speeds that are measured here: all links at once, by
-what `wbridge advise --link` runs; gathering and checksums by what `--measure` runs; and the two copies in
-which the modes differ between the updates, in the same processes, with nothing around them. Step times are
-the job's own. AGST is the stall averaged over all workers, per version: the median over the updates.
+what `wbridge advise --link` runs; gathering and checksums by what `--measure` runs; and between the updates,
+in the job's processes, the two copies in which the modes differ, with nothing around them, and a change of
+threads, which takes long where cores are scarce. Step times are the job's own. AGST is the stall averaged
+over all workers, per version: the median over the updates.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from wbridge.plan.loads import Load, even_load  # noqa: E402
 
 LINKS = {"400mbit": 400.0, "1gbit": 1000.0}
 """Rates in Mbit/s."""
+STEP_S = 0.3
+"""Of an engine: so long that the other one's copies end before its own begin, as in the modes benchmark."""
 NUM_TRAINERS = NUM_ENGINES = ENGINE_WORKERS = 2
 
 Row = dict[str, object]
@@ -60,7 +63,7 @@ def main() -> None:
         for mode in options.mode or MODES:
             with open_hosts(names, mbit=LINKS[link]) as hosts:
                 speeds = measure_speeds(hosts, options.layers * LAYER_HALF_NBYTES)
-                settings = Settings(mode=mode, num_layers=options.layers, num_updates=options.updates)
+                settings = Settings(mode, options.layers, options.updates, step_s=STEP_S, settle_s=4 * STEP_S)
                 found = compare(settings, hosts, speeds)
             rows += [row(f"{mode}-{link}", metric, value) for metric, value in found.items()]
             for told in rows[-len(found) :]:
@@ -120,6 +123,9 @@ def compare(settings: Settings, hosts: Mapping[str, Host], speeds: Speeds) -> di
         speeds,
         snapshot_gb_s=gb_s(job.shard_nbytes, (copy.wall_s for told in trainers for copy in told.copies)),
         apply_gb_s=gb_s(job.ingress_nbytes, slowest_copies(rollouts)),  # an engine waits for all its workers
+        change_s=statistics.mean(
+            change_s for report in (*trainers, *rollouts) for change_s in report.changes_s
+        ),
     )
     told = predict(settings.mode, job, speeds, measured_steps(trainers, rollouts), Config())
     return {

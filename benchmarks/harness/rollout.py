@@ -10,6 +10,7 @@ import wbridge.sync
 from benchmarks.harness.cost import Cost, measure
 from benchmarks.harness.job import PATIENCE_S, Channels, RolloutReport, Settings
 from benchmarks.harness.model import Parameters, holds, rollout_target
+from wbridge.cli.measure import time_change
 from wbridge.device.select import open_device
 from wbridge.plan.types import Group
 from wbridge.staging.pinned import PinnedReceiver
@@ -47,6 +48,7 @@ def follow(
             return
         if step == copy_step:
             report.copies.append((receiver.version or 0, bare.run()))
+            report.changes_s.append(time_change(receiver._rollout._worker.loop))
         update, cost = measure(receiver.poll_requests)
         if update is None:
             asked_s += cost.wall_s

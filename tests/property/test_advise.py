@@ -26,6 +26,7 @@ all_speeds = st.builds(
     link_gb_s=speed,
     checksum_gb_s=st.just(0.0) | speed,
     round_s=st.floats(0, 0.1),
+    change_s=st.floats(0, 0.01),
 )
 all_steps = st.builds(Steps, train_s=seconds, rollout_s=seconds)
 

@@ -18,7 +18,7 @@ from wbridge.plan.advise import Advice, Prediction, Speeds, Steps, advise
 from wbridge.plan.explain import Explanation
 from wbridge.plan.loads import Load, even_load, load_of
 
-COPIES = ("snapshot_gb_s", "apply_gb_s", "device_gb_s", "host_gb_s", "checksum_gb_s")
+COPIES = ("snapshot_gb_s", "apply_gb_s", "device_gb_s", "host_gb_s", "checksum_gb_s", "change_s")
 LINK = ("link_gb_s", "round_s")
 OTHERS = ("poll_s",)
 NEEDED = ("snapshot_gb_s", "apply_gb_s", "device_gb_s", "host_gb_s", "link_gb_s")

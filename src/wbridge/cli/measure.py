@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from anyio.abc import ObjectReceiveStream
 
@@ -17,6 +18,7 @@ from wbridge.device.base import Buffer, Device, Event, MemoryKind
 from wbridge.device.copy import Block, Tensors, build_gather, build_scatter, gather, scatter
 from wbridge.device.select import open_device
 from wbridge.errors import PeerLost, ProtocolError
+from wbridge.session.portal import Loop, LoopThread
 from wbridge.staging.checksum import checksum
 from wbridge.transport.base import Endpoint, Message, RemoteSlot
 from wbridge.transport.host import process_token
@@ -40,6 +42,7 @@ class CopySpeeds(msgspec.Struct, frozen=True):
     device_gb_s: float
     host_gb_s: float
     checksum_gb_s: float
+    change_s: float
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
@@ -64,6 +67,7 @@ def measure_copies(device_type: str, *, nbytes: int, num_workers: int) -> CopySp
             device_gb_s=_speed(workers, _Worker.gather_on_device),
             host_gb_s=_speed(workers, _Worker.gather_on_host),
             checksum_gb_s=_checksum_speed([worker.host.view for worker in workers]),
+            change_s=_change_s(),
         )
     finally:
         device.close()
@@ -117,6 +121,22 @@ def _speed(workers: list[_Worker], copy: Callable[[_Worker], Event]) -> float:
 def _checksum_speed(views: list[memoryview]) -> float:
     with ThreadPoolExecutor(len(views)) as threads:
         return views[0].nbytes / _median_s(lambda: list(threads.map(checksum, views))) / 1e9
+
+
+def _change_s() -> float:
+    loop = LoopThread("wbridge measures its threads")
+    loop.start()
+    try:
+        return statistics.median(time_change(loop) for _ in range(_NUM_ECHOES))
+    finally:
+        loop.stop(wait=True)
+
+
+def time_change(loop: Loop) -> float:
+    """Half of what it takes to call something in the thread of `loop` and to get its result."""
+    begin_s = time.perf_counter()
+    loop.submit(anyio.lowlevel.checkpoint).finished.result()
+    return (time.perf_counter() - begin_s) / 2
 
 
 def _median_s(work: Callable[[], object]) -> float:

@@ -31,11 +31,11 @@ INDIFFERENCE = 0.01
 GRANT_ROUNDS = 2
 """Round trips before the first byte: announce and offer, grant and credit."""
 
-APPLY_ROUNDS = 4
-"""Around an apply: hold, meet and commit, and as long as one for what changes threads in between."""
+APPLY_ROUNDS = 2
+"""Between the workers of an engine around an apply: ready and commit, applied and done."""
 
-SNAPSHOT_ROUNDS = 1
-"""As long as one for a snapshot that changes threads twice."""
+POLL_CHANGES = SEND_CHANGES = 2
+"""From the caller's thread to the loop's, and back. That of the copies is measured with them."""
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +55,8 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     """Of what crosses hosts; 0: checksums are off."""
     round_s: float = 0.0005
     """A message to a peer and its answer."""
+    change_s: float = 0.0001
+    """From one thread of a worker to another one, which has to get a core first."""
     poll_s: float = 5e-6
     """A poll that finds nothing."""
 
@@ -194,8 +196,10 @@ class _Case:
         wanted = msgspec.structs.replace(config, num_slots=num_slots or config.num_slots)
         self.slots = ring_slots(wanted, load.num_groups, "pinned" if self.rollout_pinned else "direct")
         self._holds_all = self.rollout_pinned and self.slots >= load.num_groups
-        self._grant_s = GRANT_ROUNDS * speeds.round_s
-        self._commit_s = APPLY_ROUNDS * speeds.round_s
+        # Two threads have to get a core for an answer, however short the way is.
+        round_s = max(speeds.round_s, 2 * speeds.change_s)
+        self._grant_s = GRANT_ROUNDS * round_s
+        self._commit_s = APPLY_ROUNDS * round_s + POLL_CHANGES * speeds.change_s
         scatter_s = load.ingress_nbytes / _per_s(speeds.device_gb_s)
         last_scatter_s = 0.0 if self.rollout_pinned else scatter_s / load.num_groups
         self.transfer_s = self._pipelined_s(0.0 if self.rollout_pinned else scatter_s) - last_scatter_s
@@ -253,7 +257,7 @@ class _Case:
             # With two snapshots the newest version that nobody has taken gives way; with one it is in use.
             held_s = self._landed_s if self._config.snapshot_versions == 1 else 0.0
             snapshot_s = self._load.shard_nbytes / _per_s(self._speeds.snapshot_gb_s)
-            snapshot_s += SNAPSHOT_ROUNDS * self._speeds.round_s
+            snapshot_s += SEND_CHANGES * self._speeds.change_s
             return snapshot_s + max(0.0, held_s - self._steps.train_s)
         # An engine with a ring has room again when it has applied, which may be after the next announcement.
         busy_s = self._last_wait_s + self._apply_s if self.rollout_pinned else 0.0

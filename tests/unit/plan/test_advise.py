@@ -17,7 +17,7 @@ MB = 10**6
 
 def speeds(**changes: float) -> Speeds:
     usual = {"snapshot_gb_s": 5.0, "apply_gb_s": 5.0, "device_gb_s": 50.0, "host_gb_s": 5.0, "link_gb_s": 0.1}
-    return Speeds(**(usual | {"round_s": 0.0, "poll_s": 0.0} | changes))
+    return Speeds(**(usual | {"round_s": 0.0, "change_s": 0.0, "poll_s": 0.0} | changes))
 
 
 def load(model_nbytes: int = 64 * MB, **changes: int):  # type: ignore[no-untyped-def]
@@ -57,6 +57,15 @@ def test_versions_are_skipped_when_transfers_take_longer_than_steps() -> None:
 
 def test_in_sync_weights_are_old_only_until_the_engines_park() -> None:
     assert by_name()["sync"].staleness_versions == pytest.approx(0.01 / (1.0 + 0.01), abs=0.002)
+
+
+def test_threads_that_wait_for_a_core_cost_each_time_one_has_to_wake() -> None:
+    """A send goes to the loop and back. A poll does, and on the way two messages are answered."""
+    usual, busy = (by_name(change_s=change_s)["async"] for change_s in (0.0, 0.01))
+    assert busy.trainer_stall_s - usual.trainer_stall_s == pytest.approx(2 * 0.01)
+    assert busy.rollout_stall_s - usual.rollout_stall_s == pytest.approx(6 * 0.01)
+    far = by_name(change_s=0.01, round_s=0.05)["async"]  # an answer takes both threads, and its way
+    assert far.rollout_stall_s - usual.rollout_stall_s == pytest.approx(2 * 0.05 + 2 * 0.01)
 
 
 def test_polls_that_find_nothing_cost_little_but_each_time() -> None:
