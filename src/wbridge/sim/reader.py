@@ -82,10 +82,10 @@ class Reader:
     def arrived(self, message: Arrived) -> None:
         self.num_arrived += 1
         self.arrived_nbytes += self.sizes[message.group][message.piece]
-        slot = None if self.relay is None else self._ring.checking(message)
+        name = self._incoming[message.group].writers[message.piece]
+        slot = None if self.relay is None else self._ring.checking(name, message)
         if slot is not None and self.relay is not None:
             self.relay.verified((message.group, message.piece), slot)
-        name = self._incoming[message.group].writers[message.piece]
         self._perform(self._ring.arrived(name, message))
         if slot is not None:
             self._perform(self._ring.checked(slot))
