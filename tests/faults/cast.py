@@ -46,9 +46,10 @@ class Cast:
         external: bool = False,
         neighbours: int = 1,
         hosts: Callable[[str], str] = lambda _: "",
+        ucx: str = "native",
         **config: object,
     ) -> None:
-        """`hosts` names the host of an actor; empty: the real one."""
+        """`hosts` names the host of an actor; empty: the real one. `ucx`: see `choose_ucx`."""
         url = rendezvous(path)
         values = settings(mode, 1 + neighbours, transport="auto", **{**SHORT, **config})
         self.actors: dict[str, Actor] = {}
@@ -60,7 +61,12 @@ class Cast:
             values = {**values, "coordinator": "external"}
         for rank in range(2):
             self.actors[f"trainer-{rank}"] = Actor(
-                f"trainer-{rank}", work_as_trainer, url, {**values, "host": hosts(f"trainer-{rank}")}, rank
+                f"trainer-{rank}",
+                work_as_trainer,
+                url,
+                {**values, "host": hosts(f"trainer-{rank}")},
+                rank,
+                ucx,
             )
         for name, engine, rank, size in (
             ("leader", "engine-0", 0, 2),
@@ -72,7 +78,7 @@ class Cast:
         ):
             self.engines[name] = engine
             own = {**values, "host": hosts(name)}
-            self.actors[name] = Actor(name, work_as_rollout, url, own, engine, rank, size)
+            self.actors[name] = Actor(name, work_as_rollout, url, own, engine, rank, size, ucx)
         self.external = external
         self.version = 0
         self.is_closed = False
@@ -190,11 +196,12 @@ def cast(
     external: bool = False,
     neighbours: int = 1,
     hosts: Callable[[str], str] = lambda _: "",
+    ucx: str = "native",
     **config: object,
 ) -> Iterator[Cast]:
     """A connected job that has applied version 1 everywhere; whatever happens, its processes end."""
     segments = set(os.listdir("/dev/shm"))
-    job = Cast(path, mode, external=external, neighbours=neighbours, hosts=hosts, **config)
+    job = Cast(path, mode, external=external, neighbours=neighbours, hosts=hosts, ucx=ucx, **config)
     try:
         job.update()
         yield job

@@ -11,11 +11,12 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -122,9 +123,20 @@ class Watching:
         self._pipe.tell("armed")
 
 
-def work_as_trainer(connection: Connection, url: str, config: Mapping[str, object], rank: int) -> None:
+def choose_ucx(way: str) -> None:
+    """Before anything has loaded UCX: `native`, `tcp` for that over TCP alone, or `python` without it."""
+    if way == "tcp":
+        os.environ["UCX_TLS"] = "tcp"
+    if way == "python":
+        sys.modules["wbridge.native._ucx"] = cast(Any, None)  # Any: such a module is taken for missing
+
+
+def work_as_trainer(
+    connection: Connection, url: str, config: Mapping[str, object], rank: int, ucx: str = "native"
+) -> None:
     """Send what is asked for, until told to leave."""
     torch.set_num_threads(1)
+    choose_ucx(ucx)
     pipe, trainer = Pipe(connection), Trainer(rank, 2)
     watching = Watching(pipe, "trainer")
 
@@ -175,10 +187,17 @@ def work_as_trainer(connection: Connection, url: str, config: Mapping[str, objec
 
 
 def work_as_rollout(
-    connection: Connection, url: str, config: Mapping[str, object], engine: str, rank: int, size: int
+    connection: Connection,
+    url: str,
+    config: Mapping[str, object],
+    engine: str,
+    rank: int,
+    size: int,
+    ucx: str = "native",
 ) -> None:
     """Poll in a thread from `connect` on, and tell of each update, until told to leave."""
     torch.set_num_threads(1)
+    choose_ucx(ucx)
     pipe, rollout = Pipe(connection), Rollout(engine, rank, size)
     watching = Watching(pipe, "follower" if rank else "leader")
     before = Held()

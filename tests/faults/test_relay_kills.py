@@ -82,10 +82,21 @@ def test_c57_a_relay_that_is_killed_costs_nobody_else_the_version(
         job.update()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_relay_that_is_stopped_is_bypassed(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ucx", ["tcp", "python"])
+def test_relays_on_every_way_of_ucx(ucx: str, tmp_path: Path) -> None:
+    with cast(tmp_path, "sync", neighbours=3, hosts=apart, ucx=ucx, relay_patience_s=20.0) as job:
+        before = sent(job, *RELAYS)
+        job.update()
+        job.update()
+        assert sent(job, *RELAYS) - before == 2 * 2 * COPY_NBYTES
+
+
+@pytest.mark.parametrize(
+    ("mode", "ucx"), [("sync", "native"), ("async", "native"), ("sync", "tcp"), ("sync", "python")]
+)
+def test_a_relay_that_is_stopped_is_bypassed(mode: str, ucx: str, tmp_path: Path) -> None:
     """Long before its lease is over: the others have the version, and it too when it goes on."""
-    with cast(tmp_path, mode, neighbours=3, hosts=apart, relay_patience_s=0.5) as job:
+    with cast(tmp_path, mode, neighbours=3, hosts=apart, ucx=ucx, relay_patience_s=0.5) as job:
         observer = job.watch("neighbour-2", "half landed", signal.SIGSTOP)
         version = job.begin()
         observer.hear("passed")
