@@ -24,6 +24,7 @@ class SendEngine:
         }
         self._shares = _shares_of(context)
         self._exchanges = context.plan.exchanges
+        self._relayed: dict[tuple[str, ...], dict[str, frozenset[int]]] = {}
         self._puts = Puts(context, source_free=source_free)
 
     def run(self) -> Coroutine[object, object, None]:
@@ -40,17 +41,24 @@ class SendEngine:
         What one of them gets from another is only kept ready, should that fail.
         """
         shares = {r: share for engine in serve.engines for r, share in self._shares.get(engine, {}).items()}
-        relayed: dict[str, frozenset[int]] = {}
-        for exchange in self._exchanges:
-            for member, sources in find_routes(exchange, serve.engines).items():
-                groups = (group for group, source in enumerate(sources) if source is not None)
-                relayed[str(member)] = frozenset(groups)
+        relayed = self._relayed_groups(serve.engines)
         nothing: frozenset[int] = frozenset()
         self._puts.serve(
             serve.ticket,
             {r: [key for key in s if key[0] not in relayed.get(r, nothing)] for r, s in shares.items()},
             {r: [key for key in s if key[0] in relayed[r]] for r, s in shares.items() if r in relayed},
         )
+
+    def _relayed_groups(self, engines: tuple[str, ...]) -> dict[str, frozenset[int]]:
+        """By receiver: what it gets from another rollout. Most versions are taken by the same engines."""
+        if engines not in self._relayed:
+            found: dict[str, frozenset[int]] = {}
+            for exchange in self._exchanges:
+                for member, sources in find_routes(exchange, engines).items():
+                    groups = (group for group, source in enumerate(sources) if source is not None)
+                    found[str(member)] = frozenset(groups)
+            self._relayed = {engines: found}
+        return self._relayed[engines]
 
     def credit(self, receiver: str, credit: Credit) -> None:
         """The receiver lets us write a piece. It may overtake announcement and grant."""

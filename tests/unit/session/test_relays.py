@@ -12,8 +12,9 @@ import pytest
 
 import wbridge
 from tests.unit.session.exchange import THREE, engine_of, exchanging, member_of
-from tests.unit.session.job import MODES, Job, gather
+from tests.unit.session.job import MODES, Job, gather, rendezvous, settings, toys
 from wbridge.device.base import Event
+from wbridge.errors import UpdateAborted
 from wbridge.flow.actions import GiveCredit
 from wbridge.flow.messages import Alive, Credit
 from wbridge.staging.relay import RelayStaging
@@ -331,3 +332,45 @@ async def test_a_receiver_that_hangs_costs_its_relays_nothing(
         assert job.holds(2)
         await job.update(3)
         assert job.holds(3)
+
+
+async def test_c60_an_engine_that_joins_while_versions_move_is_in_all_routes_or_in_none(
+    tmp_path: Path,
+) -> None:
+    """Everybody finds the routes in the plan of one epoch and the engines of one grant."""
+    last = 8
+    async with exchanging(tmp_path, "async") as job:
+        rollout = toys(1, {"engine-3": 1})[1][0]
+        config = settings("async", len(THREE)) | {"host": "engine-3"}
+        late = wbridge.ReceiverAdapter(rollout.target, rendezvous=rendezvous(tmp_path), config=config)
+        job.rollouts.append(rollout)
+        job.receivers.append(late)
+        routed: list[int] = []
+
+        async def roll(index: int) -> None:
+            while job.receivers[index].version != last:
+                if update := await job.receivers[index].poll_requests(wait_s=0.05):
+                    assert job.rollouts[index].holds(update.version)
+
+        async def join() -> None:
+            await late.connect()
+            await roll(3)
+
+        async def send() -> None:
+            version = 0
+            while version < last:
+                is_joined = late.epoch is not None
+                version = min(version + 1, last if is_joined else last - 1)
+                try:
+                    deliveries = await job.send(version)
+                    outcomes = await deliveries[0].applied()
+                except UpdateAborted:  # the epoch ended
+                    version -= 1
+                    continue
+                if is_joined and version == last and set(outcomes.values()) != {"applied"}:
+                    version -= 1
+            routed.append(len(member_of(job, 3)._exchange.members))
+
+        async with late:
+            await gather(*[lambda k=k: roll(k) for k in range(3)], join, send)
+            assert routed == [4] and job.holds(last)
