@@ -14,8 +14,8 @@ from wbridge.plan.types import Plan, PlannedExchange
 SHARES: Final = 1000
 """Shares of a group's members sum to about this."""
 
-GROUPS_PER_MEMBER: Final = 8
-LEAST_GROUPS: Final = 32
+GROUPS_PER_MEMBER: Final = 32
+LEAST_GROUPS: Final = 128
 """A version that is passed on has so many groups, so that the hops of one overlap with those of others."""
 
 SLACK: Final = 1.001
