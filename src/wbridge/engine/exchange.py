@@ -18,7 +18,8 @@ SIGNS_PER_PATIENCE = 4
 """How often those that wait for each other give a sign in `relay_patience_s`."""
 
 GAPS_OF_PATIENCE = 3
-"""Signs queue behind bytes, so on a slow link patience lasts so many times the longest gap there was."""
+"""Signs queue behind bytes, so on a slow link patience lasts so many times the longest gap there was. With
+each ticket gaps of earlier ones count half: it may have been a worker that stood still, not the link."""
 
 FIRST_PATIENCES = 4
 """Before anything is known of a link, patience lasts so many times as long."""
@@ -85,6 +86,7 @@ class ExchangeMember:
         self.relay.serve(ticket, {g: {str(m) for m in own} - self._lost for g, own in duties.items()})
         now_s = anyio.current_time()
         self._heard_s = dict.fromkeys(self._members, now_s)
+        self._longest_s = {member: gap_s / 2 for member, gap_s in self._longest_s.items()}
         return tuple(
             Incoming(tuple(self._sources.get(g.index, str(piece.writer)) for piece in g.pieces), g.stage)
             for g in self._groups

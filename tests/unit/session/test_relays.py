@@ -304,6 +304,31 @@ async def test_a_relay_that_gives_signs_is_waited_for(
         assert sent(job.senders) == 2 * COPY_NBYTES
 
 
+async def test_patience_that_a_stall_has_lengthened_gets_short_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with exchanging(tmp_path, "sync", num_trainers=1, relay_patience_s=0.2) as job:
+        await job.update(1)
+        copy, slow = LoopbackEndpoint._copy, list[str]()
+
+        async def stall(endpoint: LoopbackEndpoint, target: memoryview, source: memoryview) -> None:
+            if endpoint._owner.name == "rollout/engine-1[0]" and not slow:
+                slow.append(endpoint.peer)
+                await anyio.sleep(0.3)
+            await copy(endpoint, target, source)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LoopbackEndpoint, "_copy", stall)
+            await job.update(2)
+        member = next(m for m in (member_of(job, k) for k in (0, 2)) if f"{m._worker}" == slow[0])
+        lengthened_s = member._longest_s["rollout/engine-1[0]"]
+        assert lengthened_s >= 0.05  # a sign came meanwhile, or none
+        for version in range(3, 9):
+            await job.update(version)
+        assert member._longest_s["rollout/engine-1[0]"] < lengthened_s / 2
+        assert job.holds(8) and sent(job.senders) == 8 * COPY_NBYTES
+
+
 @pytest.mark.parametrize("mode", ["sync", "receiver_overlap"])
 async def test_a_receiver_that_hangs_costs_its_relays_nothing(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
