@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -104,6 +105,8 @@ def build_fleet(model: Model, trainers: Part, rollouts: tuple[Part, ...], *, gpu
     hosts: dict[WorkerId, str] = {}
     known: dict[tuple[object, ...], MapTable] = {}
     columns: dict[Column, Column] = {}
+    tensors = tuple(tensors_of(model))
+    divided: dict[Parallelism, _Divided] = {}
     for role, parts in (("trainer", (trainers,)), ("rollout", rollouts)):
         placed = 0
         for number, part in enumerate(parts):
@@ -114,7 +117,9 @@ def build_fleet(model: Model, trainers: Part, rollouts: tuple[Part, ...], *, gpu
                     place = _place(part.parallelism, rank, size)
                     key = (part.parallelism, place)
                     if key not in known:
-                        known[key] = _table(model, part.parallelism, place, columns)
+                        if part.parallelism not in divided:
+                            divided[part.parallelism] = _Divided(model, tensors, part.parallelism)
+                        known[key] = _table(model, divided[part.parallelism], place, columns)
                     worker = WorkerId(role, name, (size,), (rank,))  # type: ignore[arg-type]  # literals above
                     tables[worker] = known[key]
                     hosts[worker] = f"{role}-host{placed // gpus_per_host:03}"
@@ -214,11 +219,35 @@ def _mlp(prefix: str, hidden: int, inner: int, layer: int) -> Iterator[_Tensor]:
     yield _Tensor(f"{prefix}down_proj.weight", (hidden, inner), "columns", layer)
 
 
-def _table(model: Model, p: Parallelism, place: _Place, columns: dict[Column, Column]) -> MapTable:
+class _Divided:
+    """Tensors by the workers that may hold something of them, so that each worker looks at few."""
+
+    def __init__(self, model: Model, tensors: Sequence[_Tensor], p: Parallelism) -> None:
+        self.parallelism = p
+        self._by_place: dict[tuple[int, int], list[tuple[int, _Tensor]]] = {}
+        for number, tensor in enumerate(tensors):
+            key = _EVERYWHERE
+            if not p.fsdp:
+                owner = tensor.expert * p.ep // model.num_experts if tensor.expert >= 0 and p.ep > 1 else -1
+                key = tensor.layer * p.pp // model.num_layers, owner
+            self._by_place.setdefault(key, []).append((number, tensor))
+
+    def tensors_at(self, place: _Place) -> Iterator[_Tensor]:
+        """Yield them in the order of the checkpoint."""
+        keys = (_EVERYWHERE, (place.stage, -1), (place.stage, place.ep))
+        for _, tensor in heapq.merge(*(self._by_place.get(key, ()) for key in keys), key=lambda own: own[0]):
+            yield tensor
+
+
+_EVERYWHERE = (-1, -1)
+
+
+def _table(model: Model, divided: _Divided, place: _Place, columns: dict[Column, Column]) -> MapTable:
     """Return the table of the worker at `place`; equal columns of several workers are one object."""
+    p = divided.parallelism
     found: dict[tuple[tuple[int, ...], Region], list[tuple[str, str, int]]] = {}
     ends: dict[str, int] = {}
-    for tensor in tensors_of(model):
+    for tensor in divided.tensors_at(place):
         box = _box(model, p, place, tensor)
         if box is None or any(start == stop for start, stop in box):
             continue
