@@ -14,7 +14,8 @@ passes on at 50 GB/s, as over PCIe, instead of at no cost. `agst_ms` is the stal
 `agst_ratio_to_broadcast` and `agst_ratio_to_p2p` are a simulated broadcast and simulated independent fetches
 over ours, over the same links and under assumptions in their favour: they pay for bytes and for nothing else.
 `paper` in these rows is what the paper measured against the broadcast and the P2P transfer of Miles, whose
-time is mostly not that of bytes: the simulated ratios are the part that routes alone explain.
+time is mostly not that of bytes: the simulated ratios are the part that routes alone explain. The one stall
+that it gives in milliseconds is less than the bound here, so its links or its average are not those assumed.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Deployment(msgspec.Struct, frozen=True):
     paper_p2p: float
     resolution_s: float
     fold: Fold = "engines"
+    paper_agst_ms: float | None = None
 
 
 DEPLOYMENTS = {
@@ -72,6 +74,7 @@ DEPLOYMENTS = {
         paper_broadcast=26.1,
         paper_p2p=21.0,
         resolution_s=1e-5,
+        paper_agst_ms=137.5,
     ),
     "Qwen3-235B-16": Deployment(
         Job(
@@ -149,7 +152,7 @@ def simulated(case: str, deployment: Deployment) -> list[Row]:
         "with_copies_over_bound": (with_copies.time_over_bound, "", None),
         "time_ms": (1e3 * ours.time_s, "ms", None),
         "bound_ms": (1e3 * ours.bound.relayed_s, "ms", None),
-        "agst_ms": (1e3 * ours.agst_s, "ms", None),
+        "agst_ms": (1e3 * ours.agst_s, "ms", deployment.paper_agst_ms),
         "agst_ratio_to_broadcast": (to_all.agst_s / ours.agst_s, "", deployment.paper_broadcast),
         "agst_ratio_to_p2p": (fetched.agst_s / ours.agst_s, "", deployment.paper_p2p),
         "gpus": (float(ours.num_workers), "", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
     except WBridgeError as exc:
         print(f"wbridge: {exc}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever reads the output, `head` for instance, has seen enough
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # so that Python can end without an error
         return 1
     return code
 

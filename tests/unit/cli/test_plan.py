@@ -202,6 +202,13 @@ def test_a_config_without_a_field_is_refused(
 
 
 @pytest.mark.process
+def test_a_reader_that_has_seen_enough_is_no_error(model: str) -> None:
+    command = f"{sys.executable} -m wbridge.cli.main plan show {model} {' '.join(TRAINERS + ROLLOUTS)} | true"
+    shown = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=30, check=False)
+    assert shown.stderr == ""
+
+
+@pytest.mark.process
 def test_as_a_process_of_its_own(model: str) -> None:
     command = [sys.executable, "-m", "wbridge.cli.main", "plan", "explain", model, *TRAINERS, *ROLLOUTS]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=os.environ)

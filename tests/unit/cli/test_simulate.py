@@ -54,6 +54,15 @@ def test_people_read_time_bound_stalls_links_and_baselines(
     assert "trainer-host000/nic0" in text and "chain of all rollouts" in text
 
 
+def test_a_saved_plan_takes_as_long_as_its_description(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = str(tmp_path / "a.plan")
+    assert main(["plan", "show", model, *TRAINERS, *ROLLOUTS, *LINKS, "--save", saved]) == 0
+    capsys.readouterr()
+    assert ran(capsys, saved, *LINKS).ours == ran(capsys, model, *TRAINERS, *ROLLOUTS, *LINKS).ours
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
