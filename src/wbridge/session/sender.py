@@ -92,7 +92,7 @@ class SenderAdapter:
             ProtocolError: ranks ask for different values.
             BarrierTimeout: ranks did not call in time, or no engine came; `missing` names them.
             UpdateAborted: a rank withdrew, or the settings are being changed already.
-            PeerLost: a trainer rank or the coordinator is gone.
+            PeerLost: a trainer rank or the coordinator is gone, before the call or during it.
         """
         await drive_async(self._trainer.reconfigure(mode, delivery, timeout_s))
 
