@@ -30,7 +30,8 @@ def svg(matrix: Matrix, title: str) -> str:
     """Return an SVG file; each cell says its bytes when pointed at."""
     left = FONT * 0.62 * max((len(_short(name)) for name in matrix.rows), default=0) + 12
     top = FONT * 0.62 * max((len(_short(name)) for name in matrix.columns), default=0) + 40
-    width, height = left + CELL * len(matrix.columns) + 12, top + CELL * len(matrix.rows) + 12
+    width = max(left + CELL * len(matrix.columns) + 12, FONT * 0.62 * len(title) + 16)
+    height = top + CELL * len(matrix.rows) + 12
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}"'
         f' font-family="monospace" font-size="{FONT}">',

@@ -11,9 +11,11 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from tests.unit.control.test_planning import hosts, joined
 from wbridge.cli.main import main
 from wbridge.cli.plan import Shown
-from wbridge.control.planning import restored
+from wbridge.config import Config
+from wbridge.control.planning import build_planned, restored
 from wbridge.plan.difference import Difference
 from wbridge.plan.report import Report
 
@@ -118,6 +120,17 @@ def test_a_saved_plan_says_nothing_of_links_until_it_is_told(
     assert "nothing is known of the links" in ran(capsys, "explain", str(saved))
     assert "rollout-host000/nic7" in ran(capsys, "explain", str(saved), "--nics-per-host", "8", "--json")
     assert "rollout-host000/nic0" in ran(capsys, "explain", str(tmp_path), "--nics-per-host", "1", "--json")
+
+
+def test_what_a_coordinator_has_cached_can_be_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_planned(joined(), hosts(), Config(cache_dir=str(tmp_path)))
+    (cached,) = tmp_path.glob("*.plan")
+    shown = msgspec.json.decode(ran(capsys, "show", str(tmp_path), "--json"), type=Shown)
+    assert shown.fingerprint == restored(cached.read_bytes()).fingerprint
+    assert shown.num_workers == len(joined())
+    assert "busiest link" in ran(capsys, "explain", str(cached))
 
 
 def test_diff_of_an_engine_that_joins_and_one_that_leaves(
