@@ -187,7 +187,10 @@ class ReceiverAdapter:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Puts, bytes and messages so far, counted by the transport."""
+        """Puts, bytes and messages so far, counted by the transport: what this worker passes on to others.
+
+        `received_nbytes`: what it has got itself, from trainers and other rollouts.
+        """
         return self._rollout.counters
 
     def close(self) -> None:

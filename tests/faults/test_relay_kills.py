@@ -108,3 +108,20 @@ def test_a_relay_that_is_stopped_is_bypassed(mode: str, ucx: str, tmp_path: Path
         os.kill(job["neighbour-2"].pid, signal.SIGCONT)
         job.update()
         job.update()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_trainer_that_is_killed_leaves_no_relay_waiting(mode: str, tmp_path: Path) -> None:
+    """Nobody gets the version, or those that had all of it; the next one moves as ever."""
+    with cast(tmp_path, mode, neighbours=3, hosts=apart, relay_patience_s=0.5) as job:
+        observer = job.watch("trainer-1", "half landed", signal.SIGKILL)
+        job.begin()
+        observer.hear("passed")
+        assert job["trainer-1"].died_of(signal.SIGKILL)
+        job.answers("trainer-0")
+        job["trainer-1"].start()
+        job.connect("trainer-1")
+        before = sent(job, *RELAYS)
+        job.update()
+        job.update()
+        assert sent(job, *RELAYS) > before

@@ -72,6 +72,7 @@ class ReceiveEngine:
         self._progress = anyio.Event()
         self._exchange = self._join_exchange()
         self._scatters: Scatters | None = None
+        self.received_nbytes: int = 0
         self.num_written: int = 0
         """Groups that the last `apply` has begun to write."""
         self.unproven: list[RemoteSlot] = []
@@ -185,6 +186,7 @@ class ReceiveEngine:
         self._exposed.pop(key, None)
         if self._slots.pop(key, None) is None:
             return  # stale, or a second arrival
+        self.received_nbytes += self._groups[arrived.group].pieces[arrived.piece].nbytes
         if self._exchange is not None:
             self._exchange.arrived(arrived.ticket, writer, arrived.group, arrived.piece)
         slot = self._ring.checking(writer, arrived) if arrived.checksum else None

@@ -68,6 +68,7 @@ class Rollout:
         self._ended: WBridgeError | None = None
         self._after: Event | None = None
         self._is_cancelled = False
+        self._received_nbytes = 0
         self._binding = anyio.Lock()
         self._outbox = Outbox(self._worker.post)
         self.to_coordinator = self._outbox.send
@@ -266,7 +267,8 @@ class Rollout:
 
     @property
     def counters(self) -> dict[str, int]:
-        return self._worker.counters
+        received = self._received_nbytes + (self._engine.received_nbytes if self._engine else 0)
+        return {**self._worker.counters, "received_nbytes": received}
 
     # The loop thread: `Role` -----------------------------------------------------------------------------
 
@@ -330,7 +332,9 @@ class Rollout:
     async def _stop_engine(self) -> None:
         engine, self._engine = self._engine, None
         await self._worker.stop_epoch()
-        self._late_writers.add(engine.unproven if engine is not None else ())
+        if engine is not None:
+            self._late_writers.add(engine.unproven)
+            self._received_nbytes += engine.received_nbytes
 
     def end(self, error: WBridgeError) -> None:
         self._ended = error

@@ -41,6 +41,8 @@ async def test_trainers_send_one_copy_and_every_host_gets_one(mode: str, tmp_pat
             assert await deliveries[0].applied() == dict.fromkeys(THREE, "applied")
             assert sent(job.senders) == version * COPY_NBYTES
             assert sent(job.receivers) == version * 2 * COPY_NBYTES
+            received = [receiver.counters["received_nbytes"] for receiver in job.receivers]
+            assert received == [version * COPY_NBYTES] * 3
 
 
 @pytest.mark.parametrize("mode", MODES)
