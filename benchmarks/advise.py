@@ -35,7 +35,7 @@ from benchmarks.harness.rollout import run_rollout  # noqa: E402
 from benchmarks.harness.trainer import run_trainer  # noqa: E402
 from benchmarks.links.hosts import Host, open_hosts, why_not  # noqa: E402
 from benchmarks.links.jobs import Placed, measure_links  # noqa: E402
-from benchmarks.modes import per_version, slowest_copies, staleness  # noqa: E402
+from benchmarks.modes import per_version, slowest, slowest_copies, staleness  # noqa: E402
 from wbridge.cli.measure import measure_copies  # noqa: E402
 from wbridge.config import Config  # noqa: E402
 from wbridge.plan.advise import MODES, Prediction, Speeds, Steps, predict  # noqa: E402
@@ -124,7 +124,7 @@ def compare(settings: Settings, hosts: Mapping[str, Host], speeds: Speeds) -> di
         snapshot_gb_s=gb_s(job.shard_nbytes, (copy.wall_s for told in trainers for copy in told.copies)),
         apply_gb_s=gb_s(job.ingress_nbytes, slowest_copies(rollouts)),  # an engine waits for all its workers
         change_s=statistics.mean(
-            change_s for report in (*trainers, *rollouts) for change_s in report.changes_s
+            slowest((told.engine, version, time_s) for told in rollouts for version, time_s in told.changes)
         ),
     )
     told = predict(settings.mode, job, speeds, measured_steps(trainers, rollouts), Config())

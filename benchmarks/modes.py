@@ -21,6 +21,7 @@ import os
 import platform
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,11 +143,14 @@ def described(name: str, costs: list[Cost]) -> dict[str, float]:
 
 def slowest_copies(rollouts: list[RolloutReport]) -> list[float]:
     """Each engine's slowest bare copy after each update: in lockstep, all its workers wait for that one."""
+    return slowest((told.engine, version, cost.wall_s) for told in rollouts for version, cost in told.copies)
+
+
+def slowest(times: Iterable[tuple[int, int, float]]) -> list[float]:
+    """The longest of the times of each engine and version."""
     found: dict[tuple[int, int], float] = {}
-    for report in rollouts:
-        for version, cost in report.copies:
-            key = report.engine, version
-            found[key] = max(found.get(key, 0.0), cost.wall_s)
+    for engine, version, time_s in times:
+        found[engine, version] = max(found.get((engine, version), 0.0), time_s)
     return list(found.values())
 
 

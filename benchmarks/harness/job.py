@@ -86,8 +86,6 @@ class TrainerReport:
     """Version, place in its burst, cost."""
     copies: list[Cost] = field(default_factory=list)
     """Bare copies of the shard that `sends` take a snapshot of."""
-    changes_s: list[float] = field(default_factory=list)
-    """What a change of threads took after each bare copy."""
     shard_nbytes: int = 0
     put_nbytes: int = 0
 
@@ -102,8 +100,8 @@ class RolloutReport:
     """Version, seconds that other polls for it took before, cost of the poll that applied it."""
     copies: list[tuple[int, Cost]] = field(default_factory=list)
     """Version, cost of a bare copy from a ring in host memory to parameters after its update."""
-    changes_s: list[float] = field(default_factory=list)
-    """What a change of threads took after each bare copy."""
+    changes: list[tuple[int, float]] = field(default_factory=list)
+    """Version, seconds that a change of threads took after its bare copy."""
     steps: list[tuple[float, int]] = field(default_factory=list)
     """When a step ended, and the version it ran with; -1 before the first."""
     is_whole: bool = True

@@ -47,8 +47,9 @@ def follow(
         if leaves(report, step, channels):
             return
         if step == copy_step:
-            report.copies.append((receiver.version or 0, bare.run()))
-            report.changes_s.append(time_change(receiver._rollout._worker.loop))
+            version = receiver.version or 0
+            report.copies.append((version, bare.run()))
+            report.changes.append((version, time_change(receiver._rollout._worker.loop)))
         update, cost = measure(receiver.poll_requests)
         if update is None:
             asked_s += cost.wall_s

@@ -10,7 +10,6 @@ import wbridge.sync
 from benchmarks.harness.cost import measure
 from benchmarks.harness.job import PATIENCE_S, Channels, Settings, TrainerReport
 from benchmarks.harness.model import LAYER_HALF_NBYTES, fill, trainer_source
-from wbridge.cli.measure import time_change
 from wbridge.device.mirror import Mirror
 from wbridge.device.select import open_device
 
@@ -41,7 +40,6 @@ def run_trainer(rank: int, settings: Settings, channels: Channels) -> None:
             _, cost = measure(lambda: mirror.copy(stream).synchronize())
             if update:
                 report.copies.append(cost)
-                report.changes_s.append(time_change(sender._trainer._worker.loop))
             time.sleep(settings.settle_s / 2)
         while set(delivery.applied().values()) != {"applied"}:  # `latest` may have skipped an engine
             time.sleep(settings.settle_s)

@@ -56,7 +56,8 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     round_s: float = 0.0005
     """A message to a peer and its answer."""
     change_s: float = 0.0001
-    """From one thread of a worker to another one, which has to get a core first."""
+    """From one thread of a worker to another one, which has to get a core first; of an engine's workers the
+    slowest, since they wait for each other."""
     poll_s: float = 5e-6
     """A poll that finds nothing."""
 
