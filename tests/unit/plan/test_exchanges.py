@@ -73,5 +73,5 @@ def test_settings_name_an_entry_that_says_nothing(entry: str) -> None:
 
 @pytest.mark.parametrize("entry", ["node1=0", "node1=1..5"])
 def test_a_bandwidth_that_is_none_is_refused(entry: str) -> None:
-    with pytest.raises(PlanError, match="bandwidth must be positive|give GB/s such as 12.5"):
+    with pytest.raises(PlanError, match=r"bandwidth must be positive|give GB/s such as 12\.5"):
         read_topology((entry,))
