@@ -47,14 +47,14 @@ SAMPLE = 12
 
 UNREACHED = {
     # The thread that virtual time replaces; `test_lifecycle` covers it.
-    ("session/portal.py", "async with BlockingPortal() as portal:"): "needs a thread",
+    ("session/portal.py", "async with anyio.create_task_group() as self._tasks:"): "needs a thread",
     ("session/portal.py", "await self._stop.wait()"): "needs a thread",
-    ("session/portal.py", "await portal.stop(cancel_remaining=True)"): "needs a thread",
     ("session/worker.py", "device.close"): "a device of the adapter's own, whose streams are threads",
     # No adapter asks for TLS yet; `test_connection` covers it.
-    ("control/connection.py", "_start_tls("): "TLS",
-    ("control/connection.py", "return await TLSStream.wrap("): "TLS",
-    ("control/connection.py", "await anyio.aclose_forcefully(stream)"): "a listener with another secret",
+    ("control/connection.py", "take(await self.receive())"): "TLS",
+    ("control/tcp.py", "_start_tls("): "TLS",
+    ("control/tcp.py", "return await TLSStream.wrap("): "TLS",
+    ("control/tcp.py", "await anyio.aclose_forcefully(stream)"): "a listener with another secret",
     # Other transports than loopback.
     ("transport/select.py", "self._shared_memory"): "another process",
     ("transport/select.py", "self._ucxx"): "another process",
@@ -62,6 +62,11 @@ UNREACHED = {
     ("engine/receive.py", "await after.wait()"): "parameters in shared memory",
     ("session/late_writers.py", "await transports.withdraw("): "parameters in shared memory",
     ("engine/mailer.py", "self._endpoint.fill("): "a transport that fills in place",
+    ("engine/receive.py", "await self._apply_in_place(ticket)"): "a transport that fills in place",
+    ("engine/receive.py", "await self._wait_ready(ticket, group.index))"): "a transport that fills in place",
+    ("engine/lockstep.py", "await self._changed.wait()"): "a hold that ends while steps are open",
+    ("session/readiness.py", "await self._wait_readers(after)"): "a device that works beside the caller",
+    ("session/rollout.py", "await self._engine.wait_readers(after)"): "a device that works beside the caller",
     ("engine/mailer.py", "_adopt"): "a transport that fills in place",
     ("engine/mailer.py", "to_thread.run_sync(adopt"): "a transport that fills in place",
     ("engine/mailer.py", "await gathered.wait()"): "its cleanup, and gathering in place",
@@ -79,12 +84,13 @@ UNREACHED = {
     ("session/sending.py", "await publication.answered.wait()"): "cleanup",
     ("session/sending.py", "await publication.released.wait()"): "cleanup",
     (
-        "control/connection.py",
+        "control/tcp.py",
         "await anyio.sleep(ACCEPT_AGAIN_S)",
     ): "no free descriptor",
     # A worker that breaks the protocol, a coordinator that is found again after it was left.
     ("control/coordinator.py", "await lease.wait_lost()"): "a worker that breaks the protocol",
     ("control/lease.py", "await self.receive()"): "a worker that breaks the protocol",
+    ("control/local.py", "await self.receive()"): "a worker that breaks the protocol",
     ("control/lease.py", "await self._connection.send_frame("): "a full socket; `test_lease` covers it",
     ("control/lease.py", "await anyio.sleep(LAST_LOOK_S)"): "a peer that is silent; `test_lease` covers it",
     # One that is closed has said what becomes of its grants.
@@ -96,7 +102,7 @@ UNREACHED = {
         "control/coordinator.py",
         "await self._epochs.wait_until(lambda: not any(self._membership))",
     ): "standalone",
-    ("control/publishing.py", "await self._changed.wait()"): "an epoch that ends while a grant is out",
+    ("control/publishing.py", "await self._wait_changed()"): "an epoch that ends while a grant is out",
     ("control/epochs.py", "await live.wait_settled()"): "an epoch that ends while a grant is out",
 }
 """Awaits that no scenario reaches, by file and a part of their line, with the reason."""
@@ -107,6 +113,9 @@ IDLE = ("create_task_group()", "async with lease", "LeasedConnection(")
 WHOLE = ("session/portal.py", "session/worker.py")
 """Where `await work()` fails only as what it runs: no coroutine function fails before its first line."""
 
+WIRE = ("control/connection.py", "control/tcp.py")
+"""Where a broken connection is noticed."""
+
 ALONE = ("session/sender.py", "session/trainer.py", "session/script.py")
 """A send that fails here never begins, so the other ranks wait for this one to try again."""
 
@@ -114,7 +123,6 @@ ALONE = ("session/sender.py", "session/trainer.py", "session/script.py")
 FOUND: tuple[tuple[How, str, str], ...] = (
     ("cancel", "engine/scatters.py", "await event.wait()"),  # a half-written version counted as applied
     ("cancel", "session/sender.py", "send_weights("),  # the other ranks waited for a call that never began
-    ("fail", "engine/lockstep.py", "await self._next()"),  # steps were closed out for ever
     ("fail", "engine/puts.py", "close_endpoints"),  # streams stayed open
     ("fail", "engine/receive.py", "close_endpoints"),
     ("fail", "session/contexts.py", "await _connect("),
@@ -230,7 +238,7 @@ def cuts(how: How) -> list[Point]:
         return sorted(p for p in first_executed() if not is_part(p))
     reached = first_reached()
     if how == "break":
-        waits = [p for p in reached if p.file == "control/connection.py" and p.kind != "leave"]
+        waits = [p for p in reached if p.file in WIRE and p.kind != "leave"]
         return sorted(p for p in waits if reached[p].chain[-1] == p)
     chains = {reached[point].chain: point for point in sorted(reached)}
     return sorted(chains.values())

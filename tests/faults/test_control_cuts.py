@@ -12,11 +12,11 @@ import pytest
 
 from tests.unit.control.job import SECRET, Worker, rollout, running, trainer
 from wbridge.config import Config
-from wbridge.control import client, connection
+from wbridge.control import client, tcp
 from wbridge.control.client import request_status
-from wbridge.control.connection import split_address
 from wbridge.control.messages import EpochLive, EpochReady, EpochStart, Message
 from wbridge.control.rendezvous import TcpRendezvous
+from wbridge.control.tcp import split_address
 from wbridge.errors import EndpointClosed, PeerLost
 from wbridge.ids import WorkerId
 
@@ -151,7 +151,7 @@ async def test_a_connection_that_goes_silent_is_noticed_and_replaced(
 ) -> None:
     monkeypatch.setattr(client, "FIRST_BACKOFF_S", 0.001)
     monkeypatch.setattr(client, "HANDSHAKE_S", 0.1)
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.1)
     descriptors = num_descriptors()
     assert await survive(limit_nbytes, Config(heartbeat_s=0.05), silent=True)
     assert num_descriptors() == descriptors

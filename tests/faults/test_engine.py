@@ -175,7 +175,7 @@ async def test_close_is_bounded_when_a_put_hangs(tmp_path: Path, monkeypatch: py
             await sender.aclose()
         assert sender._trainer._worker.loop._thread.is_alive()  # cut, so that nothing is freed under the put
         portal = sender._trainer._worker.loop
-        portal._portal.result()._token.native_token.call_soon_threadsafe(end.set)
+        portal._loop.call_soon_threadsafe(end.set)
         portal._thread.join(5.0)
         assert not portal._thread.is_alive()
 

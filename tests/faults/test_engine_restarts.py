@@ -114,12 +114,12 @@ async def test_a_worker_lost_while_bytes_are_due_ends_the_polls_of_its_engine(
             await job.senders[0].send_weights(1)
 
         async def roll(index: int) -> None:
-            error, in_doubt = await poll_until_lost(job.receivers[index])
+            error, _ = await poll_until_lost(job.receivers[index])
             assert "is lost" in str(error)
-            if in_doubt:
+            if job.receivers[index]._rollout.serving.tainted:
                 with pytest.raises(wbridge.UpdateAborted, match="tainted"), job.receivers[index].step():
                     pass
-            else:
+            else:  # the abort that its goodbye causes was faster than the loss
                 with job.receivers[index].step() as version:
                     assert version is None
 

@@ -11,9 +11,10 @@ import anyio
 
 from wbridge.config import Config
 from wbridge.control.agreement import Explicit
-from wbridge.control.connection import HANDSHAKE_S, Connection, connect_tcp
+from wbridge.control.connection import Connection
 from wbridge.control.messages import Committed, Hello, StatusReply, StatusRequest, Welcome
 from wbridge.control.rendezvous import FileRendezvous, Rendezvous, look_up
+from wbridge.control.tcp import HANDSHAKE_S, connect_tcp
 from wbridge.errors import AuthenticationError, BarrierTimeout, PeerLost, ProtocolError, WBridgeError
 from wbridge.ids import WorkerId
 

@@ -30,7 +30,7 @@ def encode(message: Message) -> bytes:
     return len(body).to_bytes(HEADER_NBYTES, "big") + body
 
 
-def decode_header(header: bytes, limit_nbytes: int) -> int:
+def decode_header(header: bytes | bytearray, limit_nbytes: int) -> int:
     """Return the length of the body.
 
     Raises:

@@ -1,35 +1,28 @@
-"""One authenticated control connection over TCP, and the two ways to get one: connect and serve."""
+"""Connection: control messages to and from one peer."""
 
 from __future__ import annotations
 
-import functools
-import ipaddress
-import logging
+import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from types import TracebackType
 
 import anyio
 import anyio.abc
-from anyio.streams.tls import TLSStream
 
 from wbridge import errors
 from wbridge.control import codec
-from wbridge.control.auth import authenticate_client, authenticate_server
 from wbridge.control.messages import Message, Reconfigured, Rejected, Verified
-from wbridge.errors import ConfigError, EndpointClosed, PeerLost, ProtocolError, WBridgeError
+from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, WBridgeError
 
-HANDSHAKE_S = 10.0
-"""A peer that has not authenticated itself after this time is cut off."""
 LINGER_S = 1.0
 """How long a rejected peer may take to read why."""
-ACCEPT_AGAIN_S = 0.1
-"""After this time a listener that could not accept a peer, for want of a descriptor, tries again."""
+READ_NBYTES = 256 * 2**10
+"""What is read at once."""
 
-_log = logging.getLogger(__name__)
-
-_BROKEN = (anyio.BrokenResourceError, anyio.EndOfStream, ssl.SSLError, OSError)
+BROKEN = (anyio.BrokenResourceError, anyio.EndOfStream, ssl.SSLError, OSError)
+"""What a stream raises when the peer is gone."""
 
 
 class Connection:
@@ -42,6 +35,9 @@ class Connection:
         self._stream = stream
         self._come = bytearray()
         self._socket: socket.socket | None = None
+        self._take: Callable[[Message], None] | None = None  # while `deliver` runs
+        self._ended = anyio.Event()
+        self._end: BaseException  # of `deliver`
         self.num_reads = 0
         """How often something has come, if only a part of a message."""
         self._remote = remote
@@ -85,8 +81,8 @@ class Connection:
             try:
                 await self._stream.send(frame)
             except anyio.ClosedResourceError as exc:
-                raise EndpointClosed(f"the connection to {self._remote} is closed") from exc
-            except _BROKEN as exc:
+                raise self._closed_error() from exc
+            except BROKEN as exc:
                 raise self._lost(exc) from exc
             self._broken = False
 
@@ -111,27 +107,79 @@ class Connection:
             EndpointClosed: this side has closed the connection.
             WBridgeError: the class and text with which the peer rejected this side.
         """
-        try:
-            while (body := self._cut()) is None:
+        while (message := self._next()) is None:
+            try:
                 self._come += await self._stream.receive()
-                self.num_reads += 1
-            message = codec.decode(body)
-        except anyio.ClosedResourceError as exc:
-            raise EndpointClosed(f"the connection to {self._remote} is closed") from exc
+            except anyio.ClosedResourceError as exc:
+                raise self._closed_error() from exc
+            except BROKEN as exc:
+                raise self._lost(exc) from exc
+            self.num_reads += 1
+        return message
+
+    async def deliver(self, take: Callable[[Message], None]) -> None:
+        """Call `take` with each message as it comes, in the loop and outside any task. Never returns.
+
+        Cancelled: nothing is lost. Raises as `receive`, and what `take` raises.
+        """
+        if self._socket is None:
+            while True:
+                take(await self.receive())
+        self._check_open()
+        self._take, self._ended = take, anyio.Event()
+        asyncio.get_running_loop().add_reader(self._socket, self._read, self._socket)
+        self._take_all()
+        try:
+            await self._ended.wait()
+        finally:
+            self._stop(self._closed_error())
+        raise self._end
+
+    def _read(self, readable: socket.socket) -> None:
+        try:
+            come = readable.recv(READ_NBYTES)
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self._stop(self._lost(exc))
+            return
+        self.num_reads += 1
+        self._come += come
+        self._take_all()
+        if not come:
+            self._stop(self._lost(anyio.EndOfStream()))
+
+    def _take_all(self) -> None:
+        try:
+            while self._take is not None and (message := self._next()) is not None:
+                self._take(message)
+        except BaseException as exc:  # whatever it is, `deliver` raises it
+            self._stop(exc)
+
+    def _stop(self, error: BaseException) -> None:
+        """End `deliver`, if it runs."""
+        if self._take is not None:
+            assert self._socket is not None, "`deliver` reads only what has a handle of its own"
+            self._take, self._end = None, error
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._ended.set()
+
+    def _next(self) -> Message | None:
+        """Take the next message out of what has come; None if that is not whole."""
+        try:
+            body = self._cut()
+            message = None if body is None else codec.decode(body)
         except ProtocolError as exc:
             self._come.clear()  # where the next message begins is not known
             raise ProtocolError(f"{self._remote}: {exc}") from exc
-        except _BROKEN as exc:
-            raise self._lost(exc) from exc
         if isinstance(message, Rejected):
             raise rebuild_error(message)
         return message
 
     def _cut(self) -> bytes | None:
-        """Take the body of the next message out of what has come; None if that is not whole."""
         if len(self._come) < codec.HEADER_NBYTES:
             return None
-        nbytes = codec.decode_header(bytes(self._come[: codec.HEADER_NBYTES]), self._limit_nbytes)
+        nbytes = codec.decode_header(self._come[: codec.HEADER_NBYTES], self._limit_nbytes)
         stop = codec.HEADER_NBYTES + nbytes
         if len(self._come) < stop:
             return None
@@ -151,7 +199,7 @@ class Connection:
                 await self.send(Rejected(type(error).__name__, str(error), missing))
                 while True:  # closing with unread input would reset the connection before it is read
                     await self._stream.receive()
-        except (*_BROKEN, WBridgeError, anyio.ClosedResourceError):
+        except (*BROKEN, WBridgeError, anyio.ClosedResourceError):
             pass  # it has gone, which is what was asked of it
         finally:
             await self.aclose()
@@ -160,6 +208,7 @@ class Connection:
         """Close at once. Idempotent; does not wait for the peer."""
         if not self._closed:
             self._closed = True
+            self._stop(self._closed_error())
             if self._socket is not None:
                 self._socket.close()
             await anyio.aclose_forcefully(self._stream)
@@ -174,9 +223,12 @@ class Connection:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EndpointClosed(f"the connection to {self._remote} is closed")
+            raise self._closed_error()
         if self._broken:
             raise PeerLost(f"the connection to {self._remote} broke while a message was being sent")
+
+    def _closed_error(self) -> EndpointClosed:
+        return EndpointClosed(f"the connection to {self._remote} is closed")
 
     def _lost(self, cause: BaseException) -> PeerLost:
         reason = str(cause) or "it closed the connection"
@@ -206,173 +258,3 @@ def rebuild_error(message: Rejected | Reconfigured | Verified) -> WBridgeError:
     if issubclass(kind, errors.BarrierTimeout):
         return kind(message.message, message.missing)
     return kind(message.message)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port` (an IPv6 host in brackets).
-
-    Raises:
-        ConfigError: it is not of that form.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{address!r} is not host:port; write for example 127.0.0.1:7717")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`; a name other than `localhost` counts as reachable."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-async def connect_tcp(address: str, *, secret: bytes, tls: ssl.SSLContext | None = None) -> Connection:
-    """Connect to `host:port` and authenticate in both directions. Cancelled: nothing stays open.
-
-    Raises:
-        PeerLost: nobody listens there, or the listener went away.
-        AuthenticationError: the listener has another secret.
-        ProtocolError: the listener speaks another protocol version, or something else altogether.
-    """
-    host, port = split_address(address)
-    _check_secret(host, secret, "connect to")
-    try:
-        stream: anyio.abc.ByteStream = await anyio.connect_tcp(host, port)
-    except OSError as exc:
-        raise PeerLost(f"cannot connect to {address}: {exc}") from exc
-    connection: Connection | None = None
-    try:
-        if tls is not None:
-            stream = await _start_tls(stream, address, tls, server_hostname=host)
-        connection = Connection(stream, address)
-        await authenticate_client(connection, secret)
-        connection.trust()
-    except BaseException:  # whatever it is, nothing stays open; raised again
-        await anyio.aclose_forcefully(stream)
-        raise
-    return connection
-
-
-async def serve_tcp(
-    handler: Callable[[Connection], Awaitable[None]],
-    host: str = "127.0.0.1",
-    port: int = 0,
-    *,
-    secret: bytes,
-    tls: ssl.SSLContext | None = None,
-    task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
-) -> None:
-    """Listen until cancelled; start `handler` in a task for each peer that has authenticated itself.
-
-    `task_status` receives the address as `host:port`; port 0 lets the system choose. The handler owns the
-    connection while it runs; afterwards it is closed. A `WBridgeError` it raises is sent to the peer.
-
-    Raises:
-        ConfigError: `host` is reachable from other machines and there is no secret, or cannot be bound.
-    """
-    _check_secret(host, secret, "listen on")
-    try:
-        listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
-    except OSError as exc:
-        raise ConfigError(f"cannot listen on {join_address(host, port)}: {exc}") from exc
-    try:
-        address = join_address(host, listener.extra(anyio.abc.SocketAttribute.local_port))
-        serve_one = functools.partial(_serve_one, handler=handler, secret=secret, tls=tls)
-        async with anyio.create_task_group() as tasks:
-            for each in listener.listeners:
-                tasks.start_soon(_accept_all, each, serve_one, tasks)
-            task_status.started(address)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await listener.aclose()
-
-
-async def _accept_all(
-    listener: anyio.abc.Listener[anyio.abc.SocketStream],
-    serve_one: Callable[[anyio.abc.SocketStream], Coroutine[object, object, None]],
-    tasks: anyio.abc.TaskGroup,
-) -> None:
-    """Start `serve_one` in `tasks` for each peer, until cancelled.
-
-    Waiting and accepting are apart, since an accept that is cancelled loses a peer that comes just then.
-    """
-    assert isinstance(listener, anyio.abc.SocketListener), "what listens for TCP accepts sockets"
-    pending = listener.extra(anyio.abc.SocketAttribute.raw_socket)
-    while True:
-        try:
-            await anyio.wait_readable(pending)
-            with anyio.move_on_after(ACCEPT_AGAIN_S, shield=True):  # it is there, unless it has gone again
-                tasks.start_soon(serve_one, await listener.accept())
-        except OSError as exc:
-            _log.warning("cannot accept a peer", extra={"why": str(exc)})
-            await anyio.sleep(ACCEPT_AGAIN_S)  # the back-off, at its cap
-
-
-async def _serve_one(
-    stream: anyio.abc.SocketStream,
-    handler: Callable[[Connection], Awaitable[None]],
-    secret: bytes,
-    tls: ssl.SSLContext | None,
-) -> None:
-    remote = _remote_name(stream)
-    connection = Connection(stream, remote)
-    try:
-        with anyio.move_on_after(HANDSHAKE_S) as handshake:
-            if tls is not None:
-                connection = Connection(await _start_tls(stream, remote, tls, server_side=True), remote)
-            await authenticate_server(connection, secret)
-            connection.trust()
-        if not handshake.cancelled_caught:
-            await handler(connection)
-    except (PeerLost, EndpointClosed):
-        pass  # the handler has noted the loss; a stranger who left concerns nobody
-    except WBridgeError as exc:
-        await connection.reject(exc)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await connection.aclose()
-            await anyio.aclose_forcefully(stream)
-
-
-async def _start_tls(
-    stream: anyio.abc.ByteStream,
-    remote: str,
-    context: ssl.SSLContext,
-    *,
-    server_side: bool = False,
-    server_hostname: str | None = None,
-) -> TLSStream:
-    try:
-        return await TLSStream.wrap(
-            stream,
-            server_side=server_side,
-            hostname=server_hostname,
-            ssl_context=context,
-            standard_compatible=False,
-        )
-    except ssl.SSLError as exc:
-        raise errors.AuthenticationError(f"TLS with {remote} failed: {exc}; check both certificates") from exc
-    except _BROKEN as exc:
-        raise PeerLost(f"{remote} is gone: {exc}") from exc
-
-
-def _remote_name(stream: anyio.abc.SocketStream) -> str:
-    try:
-        address = stream.extra(anyio.abc.SocketAttribute.remote_address)
-    except (anyio.TypedAttributeLookupError, OSError):
-        return "a peer that has left"
-    return join_address(str(address[0]), int(address[1])) if isinstance(address, tuple) else str(address)
-
-
-def _check_secret(host: str, secret: bytes, verb: str) -> None:
-    if not secret and not is_loopback(host):
-        raise ConfigError(
-            f"refusing to {verb} {host}, which is not loopback, without a secret;"
-            " set the same WBRIDGE_SECRET for every worker"
-        )

@@ -15,9 +15,10 @@ import msgspec
 
 from wbridge.config import Config
 from wbridge.control.agreement import job_values
-from wbridge.control.connection import HANDSHAKE_S, LINGER_S, Connection, serve_tcp
+from wbridge.control.connection import LINGER_S, Connection
 from wbridge.control.epochs import Epochs
 from wbridge.control.lease import LeasedConnection
+from wbridge.control.local import Lease, LocalLease, local_pair
 from wbridge.control.membership import Joined, Member, Membership
 from wbridge.control.messages import (
     Bye,
@@ -32,6 +33,7 @@ from wbridge.control.messages import (
     Welcome,
 )
 from wbridge.control.reconfiguring import Reconfiguring
+from wbridge.control.tcp import HANDSHAKE_S, serve_tcp
 from wbridge.errors import EndpointClosed, InternalError, PeerLost, ProtocolError, WBridgeError
 from wbridge.plan.tables import MapTable
 
@@ -62,6 +64,7 @@ class Coordinator:
         self._epochs = Epochs(self._settings, self.incarnation, self._membership)
         self._address: str | None = None
         self._scope = anyio.CancelScope()
+        self._tasks: anyio.abc.TaskGroup
 
     @property
     def address(self) -> str:
@@ -77,12 +80,12 @@ class Coordinator:
             ConfigError: the address cannot be bound, or is reachable from elsewhere without a secret.
         """
         with self._scope:
-            async with anyio.create_task_group() as tasks:
+            async with anyio.create_task_group() as self._tasks:
                 serve = functools.partial(
                     serve_tcp, self._serve_peer, self._host, self._port, secret=self._secret, tls=self._tls
                 )
-                tasks.start_soon(self._epochs.run)
-                self._address = await tasks.start(serve)
+                self._tasks.start_soon(self._epochs.run)
+                self._address = await self._tasks.start(serve)
                 task_status.started(self._address)
 
     async def leave(self) -> None:
@@ -96,6 +99,28 @@ class Coordinator:
         finally:
             self._scope.cancel()
 
+    async def admit_local(self, hello: Hello) -> tuple[LocalLease, Welcome]:
+        """Admit the worker in whose loop this runs. Cancelled: it has left.
+
+        Raises:
+            ConfigError: this coordinator refuses it, as `connect_coordinator` tells others.
+        """
+        near, far = local_pair(str(hello.worker), f"the coordinator at {self.address}")
+        self._tasks.start_soon(self._serve_local, self._admit(hello, far))
+        try:
+            welcome = await near.receive()
+        except BaseException:  # whatever it is, nobody is there; raised again
+            near.abort("this side has left")
+            raise
+        assert isinstance(welcome, Welcome), "whoever is admitted is welcomed first"
+        return near, welcome
+
+    async def _serve_local(self, member: Member) -> None:
+        try:
+            await self._serve_member(member)
+        finally:
+            member.lease.abort("the coordinator has ended")
+
     def status(self) -> StatusReply:
         return self._epochs.status()
 
@@ -107,13 +132,14 @@ class Coordinator:
         if isinstance(first, StatusRequest):
             await connection.send(self.status())
         elif isinstance(first, Hello):
-            await self._serve_member(self._admit(first, connection))
+            lease = LeasedConnection(connection, self._settings.config.heartbeat_s)
+            await self._serve_member(self._admit(first, lease))
         elif first is not None:
             raise ProtocolError(f"{connection.remote} began with {type(first).__name__} instead of Hello")
 
-    def _admit(self, hello: Hello, connection: Connection) -> Member:
+    def _admit(self, hello: Hello, lease: Lease) -> Member:
         self._settings.check(hello.worker, hello.explicit)
-        member = Member(hello, LeasedConnection(connection, self._settings.config.heartbeat_s))
+        member = Member(hello, lease)
         replaced = self._membership.check(member)
         if replaced is not None:
             replaced.lease.abort("the same process has connected again")
@@ -129,21 +155,25 @@ class Coordinator:
             config = self._settings.config
             lease.post(Welcome(self.incarnation, job_values(config), config.heartbeat_s))
             try:
-                while await self._act(member, await lease.receive()):
-                    pass
-                self._epochs.lose(member, "it said goodbye")
-                lease.abort("it said goodbye")
+                while member.joined is None:
+                    await self._introduce(member, await lease.receive())
+                await lease.deliver(functools.partial(self._act, member))
             except (PeerLost, EndpointClosed) as exc:
                 self._epochs.lose(member, str(exc))
-                lease.finish()
+                lease.abort(str(exc))
             except WBridgeError as exc:
                 self._epochs.reject(member, exc)
                 await lease.wait_lost()
 
-    async def _act(self, member: Member, message: Message) -> bool:
-        """Act on one message; False after the last one."""
+    async def _introduce(self, member: Member, message: Message) -> None:
+        if isinstance(message, Join) and member in self._membership:
+            await self._join(member, message)
+        else:
+            self._act(member, message)
+
+    def _act(self, member: Member, message: Message) -> None:
         if member not in self._membership:
-            return True  # rejected or replaced: it has yet to notice
+            return  # rejected or replaced: it has yet to notice
         match message:
             case Keyed():
                 self._epochs.receive(member, message)
@@ -151,19 +181,16 @@ class Coordinator:
                 self._epochs.ready(member, message)
             case Reconfigure():
                 self._epochs.reconfigure(member, message)
-            case Join():
-                await self._join(member, message)
             case StatusRequest():
                 member.lease.post(self.status())
             case Bye():
-                return False
+                raise PeerLost("it said goodbye")
+            case Join():
+                raise ProtocolError(f"{member} joined twice on one connection")
             case _:
                 raise ProtocolError(f"{member} sent {type(message).__name__}, which no worker sends here")
-        return True
 
     async def _join(self, member: Member, message: Join) -> None:
-        if member.joined is not None:
-            raise ProtocolError(f"{member} joined twice on one connection")
         digest = (await anyio.to_thread.run_sync(hashlib.sha256, message.table)).digest()
         table = self._membership.find_table(digest)
         if table is None:

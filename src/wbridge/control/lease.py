@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import anyio
@@ -21,6 +23,8 @@ MAX_NOW_NBYTES = 64 * 2**10
 """A frame up to this size is written where it is posted, if the socket has room."""
 MAX_POSTED = 4096
 """Frames that may wait for one slow peer; one more and it counts as lost."""
+ANSWERING = 1.25
+"""For how many heartbeats a side that answers the peer's sends none of its own: one wake-up does for both."""
 
 
 class LeasedConnection:
@@ -41,6 +45,8 @@ class LeasedConnection:
         self._aborted = ""
         self._over = anyio.Event()
         self._posted_s = 0.0
+        self._is_answering = False  # the last post answered a heartbeat, the next one of which is due first
+        self._answered = anyio.Event()
         self._is_reading = False
         self._heard_s = 0.0
         self._num_missed = 0
@@ -49,6 +55,10 @@ class LeasedConnection:
     @property
     def remote(self) -> str:
         return self._connection.remote
+
+    @property
+    def local_host(self) -> str:
+        return self._connection.local_host
 
     def post(self, message: Message) -> None:
         """Send one message, or queue it behind those posted before it. Never waits.
@@ -64,6 +74,7 @@ class LeasedConnection:
             self.abort(f"it does not read: {MAX_POSTED} messages wait for it")
             return
         self._posted_s = anyio.current_time()
+        self._is_answering = False
         frame = codec.encode(message)
         if not self._outbox and len(frame) <= MAX_NOW_NBYTES:
             frame = self._connection.send_now(frame)
@@ -108,12 +119,15 @@ class LeasedConnection:
         by itself: a pause of this process or its machine, however long, is one that did not come.
         """
         while True:
-            due_s = self._posted_s + self._heartbeat_s
+            due_s = self._next_post_s()
             if self._num_missed:  # before that, a look when we send is enough
                 due_s = min(due_s, self._next_miss_s())
-            await anyio.sleep_until(due_s)
+            self._answered = anyio.Event()
+            with anyio.CancelScope(deadline=due_s):
+                await self._answered.wait()  # that moves the deadline
+                continue
             now_s = anyio.current_time()
-            if now_s >= self._posted_s + self._heartbeat_s:
+            if now_s >= self._next_post_s():
                 self._posted_s = now_s
                 if not self._outbox:
                     self.post(Heartbeat())
@@ -121,6 +135,16 @@ class LeasedConnection:
                 self._hear(now_s)  # the owner is busy, or a part of a message has come
             elif now_s >= self._next_miss_s():
                 await self._miss(now_s)
+
+    def _next_post_s(self) -> float:
+        return self._posted_s + self._heartbeat_s * (ANSWERING if self._is_answering else 1.0)
+
+    def _answer(self) -> None:
+        """A heartbeat has come: ours goes with the same wake-up, unless something else has just gone."""
+        if not self._outbox and anyio.current_time() - self._posted_s >= self._heartbeat_s / 2:
+            self.post(Heartbeat())
+            self._is_answering = True
+            self._answered.set()
 
     def _hear(self, now_s: float) -> None:
         self._heard_s, self._num_missed = now_s, 0
@@ -150,13 +174,47 @@ class LeasedConnection:
             EndpointClosed: this side has closed the connection.
             WBridgeError: the class and text with which the peer rejected this side.
         """
-        try:
-            self._is_reading = True
+        with self._reading():
             while True:
                 self._hear(anyio.current_time())
                 message = await self._connection.receive()
                 if not isinstance(message, Heartbeat):
                     return message
+                self._answer()
+
+    async def deliver(self, take: Callable[[Message], None]) -> None:
+        """Call `take` with each message that is no heartbeat, as it comes. Never returns.
+
+        Cancelled: nothing is lost. Raises as `receive`, and what `take` raises.
+        """
+        failed: BaseException | None = None
+
+        def pick(message: Message) -> None:
+            nonlocal failed
+            try:
+                if isinstance(message, Heartbeat):
+                    self._answer()
+                else:
+                    take(message)
+            except BaseException as exc:  # raised again
+                failed = exc
+                raise
+
+        with self._reading():
+            self._hear(anyio.current_time())
+            try:
+                await self._connection.deliver(pick)
+            except WBridgeError:
+                if failed is None:
+                    raise
+        if failed is not None:  # not the connection's: the peer is still there
+            raise failed
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            self._is_reading = True
+            yield
         except ProtocolError:
             raise  # the peer is still there and can be told
         except WBridgeError as exc:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from wbridge.control.lease import LeasedConnection
+from wbridge.control.local import Lease
 from wbridge.control.messages import Hello, MemberStatus
 from wbridge.errors import ConfigError
 from wbridge.ids import Role, WorkerId
@@ -31,7 +31,7 @@ class Joined(msgspec.Struct, frozen=True):
 class Member:
     """One connected worker. A worker that reconnects is another member."""
 
-    def __init__(self, hello: Hello, lease: LeasedConnection) -> None:
+    def __init__(self, hello: Hello, lease: Lease) -> None:
         self.hello = hello
         self.lease = lease
         self.joined: Joined | None = None

@@ -68,7 +68,8 @@ class Publishing:
         self._timers: list[tuple[float, int, TicketsAction]] = []
         self._num_timers = 0
         self._scope = anyio.CancelScope()
-        self._changed = anyio.Event()
+        self._changed: anyio.Event | None = None  # while somebody waits for it
+        self._next_timer = anyio.Event()
         self._lost: set[str] = set()
         self.announced: int | None = None
         """The version announced last in this epoch."""
@@ -135,12 +136,16 @@ class Publishing:
     async def wait_quiet(self) -> None:
         """Wait until no engine holds a grant."""
         while not self._tickets.quiet:
-            await self._changed.wait()
+            await self._wait_changed()
 
     async def wait_settled(self) -> None:
         """Wait until no engine would lose a version by the end of the epoch."""
         while not self._tickets.settled:
-            await self._changed.wait()
+            await self._wait_changed()
+
+    async def _wait_changed(self) -> None:
+        self._changed = self._changed or anyio.Event()
+        await self._changed.wait()
 
     @property
     def grants(self) -> dict[str, tuple[int, int]]:
@@ -160,8 +165,9 @@ class Publishing:
         with self._scope:
             while True:
                 deadline_s = self._timers[0][0] if self._timers else math.inf
+                self._next_timer = anyio.Event()
                 with anyio.CancelScope(deadline=deadline_s):
-                    await self._changed.wait()
+                    await self._next_timer.wait()
                 while self._timers and self._timers[0][0] <= anyio.current_time():
                     self._fire(heapq.heappop(self._timers)[2])
 
@@ -188,12 +194,16 @@ class Publishing:
                     self._start(action, self._config.relay_patience_s)
                 case StartDeadline() | StartCallDeadline():
                     self._start(action, self._config.update_timeout_s)
-        self._changed.set()
-        self._changed = anyio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     def _start(self, timer: TicketsAction, delay_s: float) -> None:
         self._num_timers += 1  # keeps the heap from comparing actions
-        heapq.heappush(self._timers, (anyio.current_time() + delay_s, self._num_timers, timer))
+        entry = (anyio.current_time() + delay_s, self._num_timers, timer)
+        heapq.heappush(self._timers, entry)
+        if self._timers[0] is entry:
+            self._next_timer.set()
 
     def _find(self, recipient: Recipient) -> Member:
         if recipient[0] == "rank":

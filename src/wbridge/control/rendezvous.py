@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from wbridge.control.auth import new_secret
-from wbridge.control.connection import is_loopback, join_address, split_address
+from wbridge.control.tcp import is_loopback, join_address, split_address
 from wbridge.errors import ConfigError, PeerLost
 
 DEFAULT_PORT_OFFSET = 1

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 import torch
 
 from wbridge.device.base import Buffer, Event, Stream
+from wbridge.device.cpu import CpuStream, DoneEvent
 from wbridge.device.kernels.descriptors import can_copy
 from wbridge.device.kernels.program import why_missing as kernel_missing
 from wbridge.device.kernels.table import KernelTable
 from wbridge.device.tables import NativeTable, Row, Table, TorchTable
 from wbridge.errors import LayoutError
+from wbridge.layout.dtype import itemsize
 from wbridge.native.extension import why_missing as native_missing
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 """Live local tensors by parameter name."""
+
+INLINE_NBYTES: Final = 64 * 2**10
+"""Copies up to this size take less time than it takes to wake the thread of a stream."""
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -46,11 +52,20 @@ class CopyPlan:
     def __init__(self, blocks: Sequence[Block], tensors: Tensors, *, into_slot: bool) -> None:
         self._blocks = blocks
         self._fits: set[tuple[int, int]] = set()
+        self._is_small = sum(math.prod(b.extents) * itemsize(b.dtype) for b in blocks) <= INLINE_NBYTES
         rows = [_row(block, _tensor(block, tensors)) for block in blocks]
         together: dict[tuple[type[Table], torch.device], list[Row]] = {}
         for row in rows:
             together.setdefault((_table_type(row), row.tensor.device), []).append(row)
         self._tables = [table(rows, into_slot=into_slot) for (table, _), rows in together.items()]
+
+    def start(self, stream: Stream, buffer: Buffer, base: int) -> Event:
+        """Copy in `stream`; a small one that nothing waits before runs at once, in the calling thread."""
+        if self._is_small and isinstance(stream, CpuStream) and stream.is_idle:
+            self.run(buffer, base)
+            return DoneEvent()
+        stream.submit(lambda: self.run(buffer, base))
+        return stream.record()
 
     def run(self, buffer: Buffer, base: int) -> None:
         """Copy now, in the calling thread, to or from `buffer` at byte `base`.
@@ -92,17 +107,12 @@ def build_scatter(blocks: Iterable[Block], tensors: Tensors) -> CopyPlan:
 
 def gather(stream: Stream, copies: CopyPlan, buffer: Buffer, base: int = 0) -> Event:
     """Copy into `buffer` at byte `base`, in `stream`; the event is done when the bytes are there."""
-    return _submit(stream, copies, buffer, base)
+    return copies.start(stream, buffer, base)
 
 
 def scatter(stream: Stream, copies: CopyPlan, buffer: Buffer, base: int = 0) -> Event:
     """Copy out of `buffer` at byte `base`, in `stream`; the buffer may be reused when the event is done."""
-    return _submit(stream, copies, buffer, base)
-
-
-def _submit(stream: Stream, copies: CopyPlan, buffer: Buffer, base: int) -> Event:
-    stream.submit(lambda: copies.run(buffer, base))
-    return stream.record()
+    return copies.start(stream, buffer, base)
 
 
 def _table_type(row: Row) -> type[Table]:

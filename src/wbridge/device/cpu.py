@@ -194,12 +194,20 @@ class CpuStream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        self.submit(event.synchronize)
+        if not isinstance(event, DoneEvent):
+            self.submit(event.synchronize)
 
     def demand(self, position: int) -> None:
         """Let everything up to the `position`-th submission run."""
         with self._changed:
             self._allow(position)
+
+    @property
+    def is_idle(self) -> bool:
+        """What the caller does itself now comes behind all that was submitted."""
+        with self._changed:
+            is_through = self._num_finished == self._num_submitted and self._error is None
+            return is_through and not (self._stopping or self._release)
 
     def start(self) -> None:
         self._thread.start()

@@ -28,10 +28,14 @@ class CreditSender:
         self._endpoint = endpoint
         # Unbounded, bounded by what may be in it: one credit for each piece that has a slot, and a few signs.
         self._credits, self._inbox = anyio.create_memory_object_stream[Credit | Alive | Unwanted](math.inf)
+        self._num_queued = 0
+        self._is_open = False  # the placements have gone
 
     def give(self, message: Credit | Alive | Unwanted) -> None:
         """Send a credit, or to another rollout a sign, when all before it has been sent."""
-        self._credits.send_nowait(message)
+        if self._num_queued or not self._is_open or not self._endpoint.send_now(encode(self._epoch, message)):
+            self._num_queued += 1
+            self._credits.send_nowait(message)
 
     async def run(self) -> None:
         """Send until cancelled."""
@@ -39,11 +43,13 @@ class CreditSender:
             async for credit in self._inbox:
                 await self._send_placements()  # not earlier: the writer may still be in another epoch
                 await self._send(credit)
+                self._num_queued -= 1
 
     async def _send_placements(self) -> None:
         placements, self._placements = self._placements, ()
         for start in range(0, len(placements), PLACEMENTS_PER_MESSAGE):
             await self._send(Placed(tuple(placements[start : start + PLACEMENTS_PER_MESSAGE])))
+        self._is_open = True
 
     async def _send(self, message: Credit | Placed | Alive | Unwanted) -> None:
         try:

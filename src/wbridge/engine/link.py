@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import anyio
 import anyio.abc
 
-from wbridge.control.connection import HANDSHAKE_S, Connection, connect_tcp, serve_tcp
+from wbridge.control.connection import Connection
 from wbridge.control.lease import LeasedConnection
-from wbridge.control.messages import Follow, Introduce, Keyed
+from wbridge.control.messages import Follow, Introduce, Keyed, Message
+from wbridge.control.tcp import HANDSHAKE_S, connect_tcp, serve_tcp
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, WBridgeError
 from wbridge.ids import Epoch, WorkerId
 
@@ -107,14 +109,15 @@ class EngineLink:
             self._all_here.set()
         return lease
 
+    def _take(self, rank: int, message: Message) -> None:
+        if isinstance(message, Keyed | Follow):
+            self._deliver(rank, message)
+
     async def _attend(self, rank: int, lease: LeasedConnection) -> None:
         async with lease, anyio.create_task_group() as tasks:
             tasks.start_soon(lease.run)
             try:
-                while True:
-                    message = await lease.receive()
-                    if isinstance(message, Keyed | Follow):
-                        self._deliver(rank, message)
+                await lease.deliver(functools.partial(self._take, rank))
             except WBridgeError as exc:
                 self._all_here.set()
                 self._lost(rank, str(exc))

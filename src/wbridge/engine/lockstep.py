@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Literal, Protocol
 
 import anyio
@@ -105,12 +107,13 @@ class Lockstep:
             worker_id, secret=secret, heartbeat_s=config.heartbeat_s, deliver=self._delivered, lost=self._lost
         )
         self._tasks: anyio.abc.TaskGroup | None = None
-        self._hold_timer = anyio.CancelScope()
+        self._hold_timer: asyncio.TimerHandle | None = None
         # Messages between the machines of this very worker wait here, so that a machine's actions are
         # all performed before it gets the next event.
         self._own: deque[Callable[[], None]] = deque()
         self._draining = False
         self._instructions: deque[Instruction] = deque()
+        self._answer: Future[Instruction] | None = None  # the poll waits for it
         self._changed = anyio.Event()
         self._is_separated = False
         self._follow: Epoch | None = None
@@ -177,31 +180,32 @@ class Lockstep:
 
     # The caller's poll ---------------------------------------------------------------------------------
 
-    async def poll(self, wait_s: float | None) -> Instruction:
-        """Hand a counted poll over; return the first instruction for it."""
+    # Those that take an `answer` have the next instruction set there, now or later.
+
+    def poll(self, answer: Future[Instruction], *, wait: bool) -> None:
+        """Hand a counted poll over; if it is to `wait` for an update, until `wait_over`."""
         self._instructions.clear()  # of a poll that failed before it could follow them
-        self._from_follower(self.follower.poll(wait=wait_s is not None))
-        if wait_s is not None:
-            with anyio.move_on_after(wait_s):
-                return await self._next()
-            self._from_follower(self.follower.wait_over())
-        return await self._next()
+        self._from_follower(self.follower.poll(wait=wait))
+        self._answer_with(answer)
 
-    async def before_apply_done(self, hold: int) -> Instruction:
-        self._from_follower(self.follower.before_apply_done(hold))
-        return await self._next()
+    def wait_over(self) -> None:
+        self._from_follower(self.follower.wait_over())
 
-    async def refused(self, hold: int, reason: str) -> Instruction:
-        self._from_follower(self.follower.refused(hold, reason))
-        return await self._next()
-
-    async def cancel_poll(self) -> None:
+    def cancel_poll(self) -> None:
         self._from_follower(self.follower.cancelled())
 
-    async def applied(self, hold: int, failure: str) -> Instruction:
+    def before_apply_done(self, answer: Future[Instruction], hold: int) -> None:
+        self._from_follower(self.follower.before_apply_done(hold))
+        self._answer_with(answer)
+
+    def refused(self, answer: Future[Instruction], hold: int, reason: str) -> None:
+        self._from_follower(self.follower.refused(hold, reason))
+        self._answer_with(answer)
+
+    def applied(self, answer: Future[Instruction], hold: int, failure: str) -> None:
         """The backend has done its part, or failed: then the parameters are neither old nor new."""
         self._from_follower(self.follower.applied(hold, "tainted" if failure else "applied", failure))
-        return await self._next()
+        self._answer_with(answer)
 
     async def wait_instruction(self) -> None:
         """Return when there is an instruction for the poll, which stays there."""
@@ -209,12 +213,18 @@ class Lockstep:
             await self._changed.wait()
 
     def _instruct(self, instruction: Instruction) -> None:
-        self._instructions.append(instruction)
-        self._note_change()
+        if self._answer is None:
+            self._instructions.append(instruction)
+            self._note_change()
+        else:
+            answer, self._answer = self._answer, None
+            answer.set_result(instruction)
 
-    async def _next(self) -> Instruction:
-        await self.wait_instruction()
-        return self._instructions.popleft()
+    def _answer_with(self, answer: Future[Instruction]) -> None:
+        if self._instructions:
+            answer.set_result(self._instructions.popleft())
+        else:
+            self._answer = answer
 
     # The worker's apply --------------------------------------------------------------------------------
 
@@ -340,15 +350,16 @@ class Lockstep:
                 case ToLeader(message):
                     self._post(0, message)
                 case StartHoldTimer(hold):
-                    self._hold_timer.cancel()
-                    self._hold_timer = anyio.CancelScope()
-                    self._tasks.start_soon(self._time_hold, hold, self._hold_timer)
+                    self._end_hold_timer()
+                    self._hold_timer = asyncio.get_running_loop().call_later(
+                        self._config.hold_timeout_s, self._hold_timed_out, hold
+                    )
                 case Apply():
                     self._worker.apply(action)
                 case RunBeforeApply():
                     self._instruct(action)
                 case Leave() | Unpark() | PollFails():
-                    self._hold_timer.cancel()
+                    self._end_hold_timer()
                     self._instruct(action)
         self._run_own()
 
@@ -369,10 +380,12 @@ class Lockstep:
         finally:
             self._draining = False
 
-    async def _time_hold(self, hold: int, timer: anyio.CancelScope) -> None:
-        with timer:
-            await anyio.sleep(self._config.hold_timeout_s)  # the deadline
-            self._from_follower(self.follower.hold_timed_out(hold))
+    def _hold_timed_out(self, hold: int) -> None:
+        self._from_follower(self.follower.hold_timed_out(hold))
+
+    def _end_hold_timer(self) -> None:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
 
     async def _time_grant(self, ticket: int, epoch: Epoch | None) -> None:
         await anyio.sleep(self._config.coordinator_timeout_s)  # the deadline

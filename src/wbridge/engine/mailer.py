@@ -66,9 +66,8 @@ class Mailer:
         self._is_ending = False
         self._flushes: set[anyio.CancelScope] = set()
         self._closing = anyio.Lock()
-        # Unbounded streams, bounded by what may be in them: one order for each credit that was given,
-        # a few messages for each ticket.
-        self._orders, self._order_inbox = anyio.create_memory_object_stream[Order](math.inf)
+        self._tasks: anyio.abc.TaskGroup
+        # Unbounded, bounded by what may be in it: a few messages for each ticket.
         self._notes, self._note_inbox = anyio.create_memory_object_stream[Flush | SendStopped](math.inf)
 
     def start(self, order: Order) -> None:
@@ -76,7 +75,7 @@ class Mailer:
         if self._is_ending:
             return
         self._running[order] = anyio.CancelScope()
-        self._orders.send_nowait(order)
+        self._tasks.start_soon(self._put, order)
 
     def placed(self, placed: Placed) -> None:
         """Gather into these parameters of the receiver instead of into slots. Before the first order."""
@@ -100,16 +99,14 @@ class Mailer:
         """Work until cancelled, stopped, or the receiver is found to be gone."""
         try:
             with self._scope:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._watch_end)
-                    tasks.start_soon(self._follow_up_all)
-                    async for order in self._order_inbox:
-                        tasks.start_soon(self._put, order)
+                async with anyio.create_task_group() as self._tasks:
+                    self._tasks.start_soon(self._watch_end)
+                    await self._follow_up_all()
         except* (PeerLost, EndpointClosed):
             pass  # the coordinator hears of it by itself, and tells everyone
         finally:
-            for stream in (self._orders, self._order_inbox, self._notes, self._note_inbox):
-                stream.close()
+            self._notes.close()
+            self._note_inbox.close()
             with anyio.CancelScope(shield=True):
                 await self._close()
         self._lost(self._endpoint.peer)
@@ -137,16 +134,18 @@ class Mailer:
         try:
             await gathered.wait()
             return await self._arrived(order, window)
-        finally:
+        except BaseException:  # whatever it is, the copy must have stopped; raised again
             with anyio.CancelScope(shield=True):
                 await gathered.wait()  # writes the slot, and reads the weights
+            raise
 
     async def _adopt(self, memory: PeerMemory) -> Buffer:
         """In a thread, since page-locking a whole ring takes its time."""
-        async with self._adopting:
-            if id(memory) not in self._adopted:
-                adopt = self._context.staging.adopt
-                self._adopted[id(memory)] = memory, await anyio.to_thread.run_sync(adopt, memory)
+        if id(memory) not in self._adopted:
+            async with self._adopting:
+                if id(memory) not in self._adopted:
+                    adopt = self._context.staging.adopt
+                    self._adopted[id(memory)] = memory, await anyio.to_thread.run_sync(adopt, memory)
         return self._adopted[id(memory)][1]
 
     def _gather(self, order: Order, there: Place) -> Event:

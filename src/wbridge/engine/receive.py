@@ -270,14 +270,12 @@ class ReceiveEngine:
     async def apply(self, ticket: int, after: Event) -> None:
         """Write every group of `ticket` into the parameters, in order, as they land, not before `after`.
 
-        Not to be cancelled. `num_written` tells whether the parameters have changed when it raises; all
-        copies have stopped then. Either way `release` is due.
-
-        Raises:
-            UpdateAborted: the ticket was aborted.
+        Not to be cancelled. `num_written` tells whether the parameters have changed when it raises, as it
+        does (`UpdateAborted`) of an aborted ticket; all copies have stopped. Either way `release` is due.
         """
-        # Of parameters that are written directly, nobody knows how much is.
-        self.num_written = len(self._groups) if self._is_in_place else 0
+        if self._is_in_place:
+            return await self._apply_in_place(ticket)
+        self.num_written = 0
         aborted: UpdateAborted | None = None
         scatters = Scatters(
             self._context.staging,
@@ -308,6 +306,11 @@ class ReceiveEngine:
         scatters, self._scatters = self._scatters, None
         if scatters is not None:
             scatters.release()
+
+    async def _apply_in_place(self, ticket: int) -> None:
+        self.num_written = len(self._groups)  # nobody knows how much is
+        for group in self._groups:
+            self._perform(self._ring.drained(await self._wait_ready(ticket, group.index)))
 
     async def _start_all(self, ticket: int, after: Event, scatters: Scatters) -> None:
         for group in self._groups:

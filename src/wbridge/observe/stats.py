@@ -31,14 +31,15 @@ class UpdateStats(msgspec.Struct, frozen=True):
 
 
 class UpdateClock:
-    """Measures one poll, from now."""
+    """Measures one poll, from now; one that `slept` from when it was asked, since the caller wanted that."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slept: bool) -> None:
+        self._slept = slept
         self._begun_s = self._ready_s = time.perf_counter()
 
-    def restart(self) -> None:
-        """What was before does not count: the caller asked to sleep."""
-        self._begun_s = time.perf_counter()
+    def asked(self) -> None:
+        if self._slept:
+            self._begun_s, self._slept = time.perf_counter(), False
 
     def ready(self) -> None:
         self._ready_s = time.perf_counter()

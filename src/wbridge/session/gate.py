@@ -81,11 +81,11 @@ class StepGate:
                 self._drained = Future()
             return self._drained
 
-    def close_if_free(self) -> bool:
-        """Close the gate if no step is open; otherwise change nothing."""
+    def close_if_free(self, poller: int) -> bool:
+        """Close the gate for the poll in thread `poller` if no step is open; otherwise change nothing."""
         with self._lock:
             if not self._open:
-                self._poller, self._closed = threading.get_ident(), True
+                self._poller, self._closed = poller, True
             return self._closed
 
     def open(self) -> None:

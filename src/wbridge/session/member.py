@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -15,8 +16,10 @@ import msgspec
 from wbridge.config import JOB_WIDE, Config
 from wbridge.control.agreement import Explicit, adopt, explicit_settings
 from wbridge.control.client import MAX_BACKOFF_S, connect_coordinator
-from wbridge.control.connection import LINGER_S, Connection, rebuild_error
+from wbridge.control.connection import LINGER_S, rebuild_error
+from wbridge.control.coordinator import Coordinator
 from wbridge.control.lease import LeasedConnection
+from wbridge.control.local import Lease
 from wbridge.control.messages import (
     Bye,
     Committed,
@@ -24,8 +27,10 @@ from wbridge.control.messages import (
     EpochReady,
     EpochStart,
     FlowMessage,
+    Hello,
     Join,
     Keyed,
+    Message,
     Reconfigure,
     Reconfigured,
     Value,
@@ -98,8 +103,8 @@ class Role(Protocol):
 
     def epoch_live(self, epoch: Epoch) -> None: ...
 
-    async def receive(self, message: FlowMessage) -> None:
-        """Act on a message of the current epoch. Must not wait for other workers."""
+    def receive(self, message: FlowMessage) -> None:
+        """Act on a message of the current epoch."""
         ...
 
     def worker_lost(self, worker: WorkerId, reason: str) -> None: ...
@@ -122,7 +127,7 @@ _FOR_LIFE = tuple(name for name in JOB_WIDE if name not in ("num_engines", "deli
 """Settings that an adapter keeps; the others concern the coordinator alone, or may change with the epoch."""
 
 HostCoordinator = Callable[..., Coroutine[object, object, None]]
-"""Runs a coordinator; reports (rendezvous, secret) as its `task_status`."""
+"""Runs a coordinator; reports (coordinator, rendezvous, secret) as its `task_status`."""
 
 
 class Member:
@@ -133,7 +138,8 @@ class Member:
         self._role = role
         self._table = msgspec.msgpack.encode(tabulate(source_map))
         self._connect_timeout_s = connect_timeout_s
-        self._lease: LeasedConnection | None = None
+        self._lease: Lease | None = None
+        self._hosted: Coordinator | None = None
         self._detached = anyio.Event()
         self._is_leaving = False
         self._config: Config | None = None
@@ -207,7 +213,7 @@ class Member:
             async with anyio.create_task_group() as tasks:
                 job = self._job
                 if host_coordinator is not None:
-                    rendezvous, secret = await tasks.start(host_coordinator)
+                    self._hosted, rendezvous, secret = await tasks.start(host_coordinator)
                     job = msgspec.structs.replace(job, rendezvous=rendezvous, secret=secret)
                 tasks.start_soon(self._watch_connect)
                 while not self._is_leaving:
@@ -259,11 +265,11 @@ class Member:
 
     async def _attend(self, tasks: anyio.abc.TaskGroup, job: Job) -> None:
         """One connection to a coordinator, until it is lost."""
-        connection, welcome = await self._find_coordinator(job)
+        found, welcome = await self._find_coordinator(job)
         self._detached = anyio.Event()
-        async with LeasedConnection(connection, welcome.heartbeat_s) as lease:
+        async with found as lease:
             tasks.start_soon(lease.run)
-            addresses = await self._open(tasks, job, welcome, connection)
+            addresses = await self._open(tasks, job, welcome, lease.local_host)
             patience_s = self._connect_timeout_s
             lease.post(Join(self._table, addresses.transport, addresses.lockstep, patience_s))
             self._lease = lease
@@ -271,7 +277,7 @@ class Member:
             try:
                 async with anyio.create_task_group() as starts:
                     try:
-                        await self._read(lease, starts)
+                        await lease.deliver(functools.partial(self._act, lease, starts))
                     except PeerLost as exc:
                         if not self.connected.done():
                             raise
@@ -289,8 +295,11 @@ class Member:
             if not self._is_leaving:
                 self._role.coordinator_lost(lost)
 
-    async def _find_coordinator(self, job: Job) -> tuple[Connection, Welcome]:
+    async def _find_coordinator(self, job: Job) -> tuple[Lease, Welcome]:
         """Once connected, wait for as long as it takes: the weights stay as they are meanwhile."""
+        if self._hosted is not None:
+            hello = Hello(job.worker, job.host, job.adapter_token, self._explicit(), self._role.committed)
+            return await self._hosted.admit_local(hello)
         while True:
             try:
                 connection, welcome = await connect_coordinator(
@@ -308,7 +317,7 @@ class Member:
                     raise
                 continue
             if welcome.incarnation not in self._left:
-                return connection, welcome
+                return LeasedConnection(connection, welcome.heartbeat_s), welcome
             await connection.aclose()
             await anyio.sleep(MAX_BACKOFF_S)  # the back-off, at its cap
 
@@ -318,14 +327,14 @@ class Member:
         return {name: value for name, value in explicit.items() if name not in self._unpinned}
 
     async def _open(
-        self, tasks: anyio.abc.TaskGroup, job: Job, welcome: Welcome, connection: Connection
+        self, tasks: anyio.abc.TaskGroup, job: Job, welcome: Welcome, local_host: str
     ) -> Addresses:
         """Open what lasts for all coordinators, which must agree with the first one's settings."""
         config = adopt(job.config, welcome.job)
         if self._addresses is None:
             secret = look_up(job.rendezvous, job.secret).secret
             self._config = config
-            self._addresses = await self._role.open(config, secret, tasks, connection.local_host)
+            self._addresses = await self._role.open(config, secret, tasks, local_host)
         differs = [n for n in _FOR_LIFE if getattr(config, n) != getattr(self._config, n)]
         if differs:
             raise ConfigError(
@@ -334,31 +343,29 @@ class Member:
             )
         return self._addresses
 
-    async def _read(self, lease: LeasedConnection, starts: anyio.abc.TaskGroup) -> None:
-        while True:
-            message = await lease.receive()
-            match message:
-                case Keyed(epoch, flow) if epoch == self.epoch:
-                    await self._role.receive(flow)
-                case EpochStart():
-                    self._begin(message, lease, starts)
-                case EpochLive(epoch, num_calls) if epoch == self._starting:
-                    self.epoch = epoch
-                    if self._num_calls is None:
-                        self._num_calls = num_calls
-                    self._role.epoch_live(epoch)
-                    if not self.connected.done():
-                        self.connected.set_result(None)
-                case Reconfigured(call) if call == self._num_asked:
-                    self._answer(rebuild_error(message) if message.error else None)
-                case WorkerLost(worker, reason):
-                    self._role.worker_lost(worker, reason)
-                case Bye():
-                    raise PeerLost(f"the coordinator at {lease.remote} has ended")
-                case _:
-                    pass  # of another epoch: nothing in it is ours any more
+    def _act(self, lease: Lease, starts: anyio.abc.TaskGroup, message: Message) -> None:
+        match message:
+            case Keyed(epoch, flow) if epoch == self.epoch:
+                self._role.receive(flow)
+            case EpochStart():
+                self._begin(message, lease, starts)
+            case EpochLive(epoch, num_calls) if epoch == self._starting:
+                self.epoch = epoch
+                if self._num_calls is None:
+                    self._num_calls = num_calls
+                self._role.epoch_live(epoch)
+                if not self.connected.done():
+                    self.connected.set_result(None)
+            case Reconfigured(call) if call == self._num_asked:
+                self._answer(rebuild_error(message) if message.error else None)
+            case WorkerLost(worker, reason):
+                self._role.worker_lost(worker, reason)
+            case Bye():
+                raise PeerLost(f"the coordinator at {lease.remote} has ended")
+            case _:
+                pass  # of another epoch: nothing in it is ours any more
 
-    def _begin(self, start: EpochStart, lease: LeasedConnection, starts: anyio.abc.TaskGroup) -> None:
+    def _begin(self, start: EpochStart, lease: Lease, starts: anyio.abc.TaskGroup) -> None:
         """Start an epoch in a task of its own: it may wait for a worker that the coordinator finds lost."""
         old = self._starting
         if old is not None and old.incarnation != start.epoch.incarnation:
@@ -371,9 +378,7 @@ class Member:
         self._start_scope = anyio.CancelScope()
         starts.start_soon(self._start, start, self._config, lease, self._start_scope)
 
-    async def _start(
-        self, start: EpochStart, config: Config, lease: LeasedConnection, scope: anyio.CancelScope
-    ) -> None:
+    async def _start(self, start: EpochStart, config: Config, lease: Lease, scope: anyio.CancelScope) -> None:
         with scope:
             async with self._start_lock:
                 plan = await anyio.to_thread.run_sync(unpacked_slice, start.plan, self._job.worker)

@@ -22,10 +22,10 @@ class Pausing:
     def begin_poll(self) -> None:
         self._has_begun = False
 
-    def get_ready(self, check: Callable[[], None]) -> bool:
-        """Make sure that this worker can be written, before the engine asks for that; until `end` no step
+    def get_ready(self, check: Callable[[], None], poller: int) -> bool:
+        """Make sure, for the poll in thread `poller`, that this worker can be written; until `end` no step
         begins. False: hooks or steps are in the way, or `check` fails, of which `before` says why."""
-        if self._hooks is not None or not self.gate.close_if_free():
+        if self._hooks is not None or not self.gate.close_if_free(poller):
             return False
         try:
             check()

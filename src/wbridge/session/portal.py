@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
+from contextvars import Context, ContextVar, copy_context
 from typing import Final, Generic, Protocol, TypeVar
 
 import anyio
-from anyio.from_thread import BlockingPortal
+import anyio.abc
 
 from wbridge.errors import EndpointClosed
 
@@ -29,8 +31,6 @@ class Call(Generic[T]):
 
     def __init__(self) -> None:
         self.finished: Future[T] = Future()
-        self.ended: anyio.Event = anyio.Event()
-        """The same for the loop thread itself."""
         self._scope: anyio.CancelScope | None = None
         self._cancel_requested = False
 
@@ -47,7 +47,6 @@ class Call(Generic[T]):
                 else:
                     self.finished.set_result(result)
         finally:
-            self.ended.set()
             if not self.finished.done():
                 self.finished.set_exception(EndpointClosed("the call was cancelled, or the adapter closed"))
 
@@ -80,6 +79,10 @@ class Loop(Protocol):
         """
         ...
 
+    def call(self, function: Callable[[], object]) -> None:
+        """Call `function` there, in the order of submission, and wait for nothing. Raises as `submit`."""
+        ...
+
     def cancel(self, call: Call[T]) -> None:
         """Ask a call to stop. It is over when `call.finished` is."""
         ...
@@ -97,9 +100,14 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._portal: Future[BlockingPortal] = Future()
+        self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._stop: anyio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._tasks: anyio.abc.TaskGroup
+        self._stop: anyio.Event
+        self._context: Context  # which says that this is a loop, as that of a caller's thread does not
+        self._lock = threading.Lock()
+        self._is_over = False
         self.is_forked = False
         _threads.add(self)
 
@@ -108,19 +116,32 @@ class LoopThread:
 
     def start(self) -> None:
         self._thread.start()
-        self._portal.result()
+        self._started.result()
 
     def _main(self) -> None:
         anyio.run(self._serve, backend="asyncio")
 
     async def _serve(self) -> None:
-        async with BlockingPortal() as portal:
-            self._stop = anyio.Event()
-            self._portal.set_result(portal)
+        self._loop, self._stop, self._context = asyncio.get_running_loop(), anyio.Event(), copy_context()
+        async with anyio.create_task_group() as self._tasks:
+            self._started.set_result(None)
             await self._stop.wait()
-            await portal.stop(cancel_remaining=True)
+            with self._lock:  # what was submitted before this is run by the loop as it ends
+                self._is_over = True
+            self._tasks.cancel_scope.cancel()
 
     def submit(self, work: Callable[[], Awaitable[T]]) -> Call[T]:
+        call: Call[T] = Call()
+        self.call(functools.partial(self._begin, call, work))
+        return call
+
+    def _begin(self, call: Call[T], work: Callable[[], Awaitable[T]]) -> None:
+        if self._is_over:
+            call.finished.set_exception(EndpointClosed(f"{self.name} is closed"))
+        else:
+            self._tasks.start_soon(call.run, work)
+
+    def call(self, function: Callable[[], object]) -> None:
         if self.is_forked:
             raise EndpointClosed(
                 f"{self.name} was opened by the parent of this process and does not survive fork();"
@@ -128,33 +149,22 @@ class LoopThread:
             )
         if self._thread.ident is None:
             raise EndpointClosed(f"{self.name} is not connected; call connect() first")
-        call: Call[T] = Call()
-        try:
-            self._portal.result().start_task_soon(call.run, work)
-        except RuntimeError as exc:
-            raise EndpointClosed(f"{self.name} is closed") from exc
-        return call
+        with self._lock:
+            if self._is_over:
+                raise EndpointClosed(f"{self.name} is closed")
+            self._loop.call_soon_threadsafe(function, context=self._context)
 
     def cancel(self, call: Call[T]) -> None:
-        try:
-            self._portal.result().start_task_soon(self._cancel, call)
-        except RuntimeError:
-            return  # the thread has ended, and every call with it
-
-    @staticmethod
-    async def _cancel(call: Call[T]) -> None:
-        call.request_cancel()
+        with suppress(EndpointClosed):  # the thread has ended, and every call with it
+            self.call(call.request_cancel)
 
     def stop(self, *, wait: bool) -> None:
         if self.is_forked or not self._thread.is_alive():
             return
-        self._portal.result().start_task_soon(self._set_stop)
+        with suppress(EndpointClosed):
+            self.call(self._stop.set)
         if wait:
             self._thread.join()
-
-    async def _set_stop(self) -> None:
-        assert self._stop is not None
-        self._stop.set()
 
 
 _opener: Final[ContextVar[Callable[[str], Loop]]] = ContextVar("opener", default=LoopThread)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from threading import get_ident
 
 import anyio
 import anyio.abc
@@ -32,6 +34,7 @@ from wbridge.session.member import Addresses
 from wbridge.session.outbox import Outbox
 from wbridge.session.pacing import Pacing
 from wbridge.session.pausing import Pausing
+from wbridge.session.readiness import Readiness, attempt
 from wbridge.session.script import Script, Wait
 from wbridge.session.steps import Step, is_inside_step
 from wbridge.session.updates import RolloutHooks, Serving, Update
@@ -66,7 +69,7 @@ class Rollout:
         self._committed: Committed | None = None
         self._packed = b""
         self._ended: WBridgeError | None = None
-        self._after: Event | None = None
+        self._readiness: Readiness | None = None
         self._is_cancelled = False
         self._received_nbytes = 0
         self._binding = anyio.Lock()
@@ -109,27 +112,24 @@ class Rollout:
             self.begin_poll()
 
     def _poll_once(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
-        lockstep = self._lockstep
-        assert lockstep is not None
-        clock = UpdateClock()
-        slept = wait_s is not None and not lockstep.follower.flag
+        lockstep, readiness = self._lockstep, self._readiness
+        assert lockstep is not None and readiness is not None
+        clock = UpdateClock(slept=wait_s is not None and not lockstep.follower.flag)
         refusal: BaseException | None = None
         self._applying = None
         self._pausing.begin_poll()
-        is_ready = lockstep.follower.flag and self._get_ready(stream)
-        begin = functools.partial(self._begin, wait_s, clock if is_ready else None)
-        instruction = yield from self._ask(begin)
+        place = (stream or self._worker.current_stream(), get_ident())
+        instruction = yield from self._ask(readiness.begin, clock, *place, wait_s is not None, wait_s=wait_s)
         while True:
             match instruction:
                 case RunBeforeApply(hold):
-                    if slept:  # the caller asked for that wait
-                        clock.restart()
+                    clock.asked()
                     refusal = yield from self._before_apply(stream)
                     clock.ready()
-                    instruction = yield from self._ask(functools.partial(self._answer, hold, refusal))
+                    instruction = yield from self._ask(readiness.answer, hold, refusal)
                 case Written(hold):
                     failure = yield from self._finish()
-                    instruction = yield from self._ask(functools.partial(lockstep.applied, hold, failure))
+                    instruction = yield from self._ask(lockstep.applied, hold, failure)
                 case Unpark():
                     yield from self._pausing.end(None, refusal)
                     return None
@@ -138,70 +138,52 @@ class Rollout:
                 case PollFails():
                     yield from self._pausing.end(None, self._failure(instruction))
 
-    def _ask(self, work: Callable[[], Awaitable[Instruction]]) -> Script[Instruction]:
-        """Do something in the loop thread and return the next instruction. A cancelled caller stays until
-        the engine has answered."""
-        loop = self._worker.loop
+    def _ask(
+        self, tell: Callable[..., None], *arguments: object, wait_s: float | None = None
+    ) -> Script[Instruction]:
+        """Tell the lockstep something in the loop thread, and return the next instruction.
+
+        A cancelled caller stays until the engine has answered; after `wait_s` it asks to be let go.
+        """
+        loop, lockstep = self._worker.loop, self._lockstep
+        assert lockstep is not None
+        answer: Future[Instruction] = Future()
         try:
-            call = loop.submit(work)
+            loop.call(functools.partial(attempt, answer, tell, *arguments))
         except EndpointClosed as exc:  # the adapter was closed meanwhile, by the hook for example
             if self._applying is not None:
                 self._taint(f"{exc}, before the engine agreed on what is written")
             yield from self._pausing.end(None, exc)
             raise
         try:
-            instruction: Instruction = yield Wait(call.finished, self._cancel_poll)
+            try:
+                instruction: Instruction = yield Wait(answer, self._cancel_poll, timeout_s=wait_s)
+            except TimeoutError:
+                loop.call(lockstep.wait_over)
+                instruction = yield Wait(answer, self._cancel_poll)
         except GeneratorExit:
             raise
         except BaseException as exc:  # whatever it is, the engine waits for this poll in vain, and is told
             instruction = PollFails(f"a poll failed: {exc!r}", tainted=self.gate.is_closed)
             with contextlib.suppress(EndpointClosed):
-                loop.submit(functools.partial(self._leave_engine, instruction.reason))
+                loop.call(functools.partial(lockstep.close, f"{self._target.worker}: {instruction.reason}"))
         return instruction
-
-    async def _leave_engine(self, reason: str) -> None:
-        assert self._lockstep is not None
-        self._lockstep.close(f"{self._target.worker}: {reason}")
 
     def _cancel_poll(self) -> None:
         assert self._lockstep is not None
         self._is_cancelled = True
-        self._worker.loop.submit(self._lockstep.cancel_poll)
-
-    def _get_ready(self, stream: Stream | None) -> bool:
-        """Do what `_before_apply` does before it is asked for, if that takes no time."""
-        assert self._destinations is not None
-        if is_ready := self._pausing.get_ready(self._destinations.check):
-            self._after = (stream or self._worker.current_stream()).record()
-        return is_ready
-
-    async def _begin(self, wait_s: float | None, clock: UpdateClock | None) -> Instruction:
-        """Hand a poll over. One that is ready answers from here: asking it would change threads twice."""
-        assert self._lockstep is not None
-        instruction = await self._lockstep.poll(wait_s)
-        if clock is not None and isinstance(instruction, RunBeforeApply):
-            clock.ready()
-            return await self._answer(instruction.hold, None)
-        return instruction
+        self._worker.loop.call(self._lockstep.cancel_poll)
 
     def _before_apply(self, stream: Stream | None) -> Script[BaseException | None]:
         """Get this worker ready to be written; what fails is the reason to refuse."""
-        destinations, lockstep = self._destinations, self._lockstep
-        assert destinations is not None and lockstep is not None
+        destinations, lockstep, readiness = self._destinations, self._lockstep, self._readiness
+        assert destinations is not None and lockstep is not None and readiness is not None
         refusal = yield from self._pausing.before(destinations.check)
         if refusal is None:
             drain = self._pausing.drain(self._worker.loop, lockstep.wait_instruction, self._cancel_poll)
             if (yield from drain):
-                self._after = (stream or self._worker.current_stream()).record()  # behind the last open step
+                readiness.after = (stream or self._worker.current_stream()).record()  # behind open steps
         return refusal
-
-    async def _answer(self, hold: int, refusal: BaseException | None) -> Instruction:
-        assert self._lockstep is not None
-        if refusal is None:
-            if self._engine is not None and self._after is not None:
-                await self._engine.wait_readers(self._after)
-            return await self._lockstep.before_apply_done(hold)
-        return await self._lockstep.refused(hold, f"{type(refusal).__name__}: {refusal}")
 
     def _finish(self) -> Script[str]:
         """What the backend does when its parameters are written; returns why it failed."""
@@ -280,7 +262,18 @@ class Rollout:
         lockstep = Lockstep(self._target.worker, config, secret=secret, worker=self)
         address = await lockstep.open(tasks, host)
         self._lockstep = lockstep
+        self._readiness = Readiness(
+            lockstep,
+            self._pausing,
+            tasks,
+            check=self._destinations.check,
+            wait_readers=self._wait_readers,
+        )
         return Addresses(transport, address)
+
+    async def _wait_readers(self, after: Event) -> None:
+        if self._engine is not None:
+            await self._engine.wait_readers(after)
 
     async def start_epoch(self, start: EpochStart, plan: WorkerPlan, config: Config) -> None:
         lockstep, destinations = self._lockstep, self._destinations
@@ -308,7 +301,7 @@ class Rollout:
     def epoch_live(self, epoch: Epoch) -> None:
         self._outbox.open()
 
-    async def receive(self, message: FlowMessage) -> None:
+    def receive(self, message: FlowMessage) -> None:
         assert self._lockstep is not None and self._tasks is not None
         if isinstance(message, TakeDigest) and self._respondent is not None:
             self._tasks.start_soon(self._respondent.answer, message)
@@ -367,8 +360,10 @@ class Rollout:
         self._tasks.start_soon(self._apply, apply)
 
     async def _apply(self, apply: Apply) -> None:
-        lockstep, engine, after = self._lockstep, self._engine, self._after
-        assert lockstep is not None and engine is not None and after is not None
+        lockstep, engine, readiness = self._lockstep, self._engine, self._readiness
+        assert lockstep is not None and engine is not None and readiness is not None
+        after = readiness.after
+        assert after is not None, "an apply comes after its poll was ready"
         assert self._destinations is not None
         try:
             await engine.apply(apply.ticket, after)

@@ -124,6 +124,8 @@ class SendingEpoch:
 
     async def _snapshot(self, publication: Publication, after: Event) -> Source | None:
         """The source of this call; None if the call ends first."""
+        if self.context.staging.holds_live_weights:
+            return await self.context.staging.snapshot(after)  # which waits for nothing
         source: Source | None = None
         try:
             async with anyio.create_task_group() as tasks:

@@ -178,7 +178,7 @@ class Trainer:
     def epoch_live(self, epoch: Epoch) -> None:
         self._live.set()
 
-    async def receive(self, message: FlowMessage) -> None:
+    def receive(self, message: FlowMessage) -> None:
         self.standings.note(message)
         if self._epoch is not None:
             self._epoch.receive(message)

@@ -14,7 +14,6 @@ import anyio.to_thread
 
 from wbridge import settings
 from wbridge.config import Config
-from wbridge.control.connection import split_address
 from wbridge.control.coordinator import Coordinator
 from wbridge.control.messages import FlowMessage, Value
 from wbridge.control.rendezvous import (
@@ -27,6 +26,7 @@ from wbridge.control.rendezvous import (
     publish,
     withdraw,
 )
+from wbridge.control.tcp import split_address
 from wbridge.device.base import Access, Device, Stream
 from wbridge.device.select import find_access, open_device
 from wbridge.discovery.discover import discover
@@ -36,7 +36,7 @@ from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan.types import WorkerPlan
 from wbridge.session.endpoints import Source, Target
-from wbridge.session.member import Job, Member, Role
+from wbridge.session.member import HostCoordinator, Job, Member, Role
 from wbridge.session.portal import Call, Loop, open_loop
 from wbridge.session.script import Run, Script, Wait
 from wbridge.session.verification import Holdings
@@ -101,6 +101,7 @@ class Worker:
         self._holdings: Holdings | None = None
         self._member: Member | None = None
         self._running: Call[None] | None = None
+        self._has_run: anyio.Event
         self._transports: Transports | None = None
         self._epoch: tuple[anyio.CancelScope, anyio.Event] | None = None  # to end it, and when it has
         self._stopping = anyio.Lock()
@@ -122,7 +123,7 @@ class Worker:
         timeout_s = timeout_s or self.job.config.connect_timeout_s
         member = self._member = Member(self.job, role, self.source_map, timeout_s)
         host = self._host_coordinator if self._hosts_coordinator else None
-        running = self._running = self.loop.submit(lambda: member.run(host))
+        running = self._running = self.loop.submit(lambda: self._run(member, host))
         yield Wait(member.connected, lambda: self.loop.cancel(running))
 
     def current_stream(self) -> Stream:
@@ -157,6 +158,13 @@ class Worker:
         if self._member is not None and self._member.failure is not None:
             raise self._member.failure
 
+    async def _run(self, member: Member, host: HostCoordinator | None) -> None:
+        self._has_run = anyio.Event()
+        try:
+            await member.run(host)
+        finally:
+            self._has_run.set()
+
     async def _end(self) -> bool:
         """Whether everything has ended in time."""
         running = self._running
@@ -166,7 +174,7 @@ class Worker:
                 await self._member.leave()
             finally:
                 running.request_cancel()
-            await running.ended.wait()
+            await self._has_run.wait()
             return True
         return False
 
@@ -201,8 +209,9 @@ class Worker:
                 self._transports = transports
                 task_status.started()
                 try:
-                    async for message in transports.inbox:
-                        deliver(message.peer, decode(message.payload, message.peer))
+                    await transports.inbox.attend(
+                        lambda message: deliver(message.peer, decode(message.payload, message.peer))
+                    )
                 finally:
                     await self._stop_work()  # which takes back what peers may write, through the transports
 
@@ -264,7 +273,9 @@ class Worker:
         worker = self.job.worker
         return worker.role == "trainer" and worker.is_leader and self.job.config.coordinator == "embedded"
 
-    async def _host_coordinator(self, *, task_status: anyio.abc.TaskStatus[tuple[Rendezvous, bytes]]) -> None:
+    async def _host_coordinator(
+        self, *, task_status: anyio.abc.TaskStatus[tuple[Coordinator, Rendezvous, bytes]]
+    ) -> None:
         """Run the job's coordinator in this worker's loop, and make its address known."""
         job = self.job
         host, port = bind_address(job.rendezvous)
@@ -275,7 +286,7 @@ class Worker:
             meeting = Meeting(address, secret)
             publish(job.rendezvous, meeting)
             try:
-                task_status.started((TcpRendezvous(*split_address(address)), secret))
+                task_status.started((coordinator, TcpRendezvous(*split_address(address)), secret))
                 await anyio.sleep_forever()
             finally:
                 withdraw(job.rendezvous, meeting)

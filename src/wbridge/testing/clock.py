@@ -7,7 +7,7 @@ import random
 import selectors
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 import anyio
@@ -143,16 +143,23 @@ class SharedLoop:
         self._is_started = True
 
     def submit(self, work: Callable[[], Awaitable[T]]) -> Call[T]:
+        context = self._context()
+        call: Call[T] = Call()
+        self._calls.add(call)
+        context.run(self._tasks.start_soon, self._run, call, work)
+        return call
+
+    def call(self, function: Callable[[], object]) -> None:
+        asyncio.get_running_loop().call_soon(function, context=self._context())
+
+    def _context(self) -> Context:
         if not self._is_started:
             raise EndpointClosed(f"{self.name} is not connected; call connect() first")
         if self._is_stopped:
             raise EndpointClosed(f"{self.name} is closed")
-        call: Call[T] = Call()
-        self._calls.add(call)
         context = copy_context()
         context.run(owner.set, self.name)
-        context.run(self._tasks.start_soon, self._run, call, work)
-        return call
+        return context
 
     async def _run(self, call: Call[T], work: Callable[[], Awaitable[T]]) -> None:
         try:

@@ -156,6 +156,9 @@ class FaultyEndpoint:
                 await self._hold(index)
                 await self._inner.send(payload)
 
+    def send_now(self, payload: bytes) -> bool:
+        return False
+
     async def flush(self) -> None:
         await self._inner.flush()
 

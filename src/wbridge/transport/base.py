@@ -91,6 +91,10 @@ class Endpoint(Protocol):
         """
         ...
 
+    def send_now(self, payload: bytes) -> bool:
+        """Like `send`, if nothing has to be waited for. False: nothing was sent."""
+        ...
+
     async def flush(self) -> None:
         """Return when no put of this endpoint, finished or cancelled, can touch memory on either side.
 

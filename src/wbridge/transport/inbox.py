@@ -31,6 +31,9 @@ class Inbox(ObjectReceiveStream[Message]):
         self._num_reserved = 0
         self._senders: deque[_Turn] = deque()
         self._reader: Wakeup | None = None
+        self._take: Callable[[Message], None] | None = None  # while `attend` runs, on its loop:
+        self._thread = 0
+        self._failure: BaseException | None = None
         self._closed = False
 
     async def receive(self) -> Message:
@@ -45,6 +48,8 @@ class Inbox(ObjectReceiveStream[Message]):
                     message, on_taken = self._messages.popleft()
                     self._admit()
                     break
+                if self._failure is not None:
+                    raise self._failure
                 if self._closed:
                     raise anyio.EndOfStream
                 reader = self._reader = Wakeup()
@@ -52,6 +57,16 @@ class Inbox(ObjectReceiveStream[Message]):
         if on_taken is not None:
             on_taken()
         return message
+
+    async def attend(self, take: Callable[[Message], None]) -> None:
+        """Call `take` with each message until the transport is closed: at once when it comes, if it is posted
+        on this loop. Raises what `take` raises."""
+        self._take, self._thread = take, threading.get_ident()
+        try:
+            async for message in self:
+                take(message)
+        finally:
+            self._take = None
 
     async def deliver(self, message: Message) -> None:
         """Append `message` once there is room. Cancelled: the message is not delivered.
@@ -82,10 +97,21 @@ class Inbox(ObjectReceiveStream[Message]):
 
     def post(self, message: Message, on_taken: Callable[[], None]) -> None:
         """Append at once, for a transport that bounds its senders itself; `on_taken` when it is read."""
+        take = self._take
         with self._lock:
-            if not self._closed:
+            if self._closed:
+                return
+            if take is None or self._messages or self._failure or threading.get_ident() != self._thread:
                 self._messages.append((message, on_taken))
                 self._wake_reader()
+                return
+        try:
+            take(message)
+        except BaseException as exc:  # whatever it is, `attend` raises it
+            with self._lock:
+                self._failure = exc
+                self._wake_reader()
+        on_taken()
 
     def close(self) -> None:
         """Refuse further messages and end `receive` once the unread ones are taken. Idempotent."""

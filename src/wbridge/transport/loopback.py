@@ -181,6 +181,9 @@ class LoopbackEndpoint:
             await self._deliver(payload)
             self._counters.add_message()
 
+    def send_now(self, payload: bytes) -> bool:
+        return False
+
     async def flush(self) -> None:
         await self._copies.settle()
 

@@ -132,6 +132,9 @@ class UcxxEndpoint:
                 self._send(Text(self.connection, payload))
             self._counters.add_message()
 
+    def send_now(self, payload: bytes) -> bool:
+        return False
+
     async def flush(self) -> None:
         """See `Endpoint.flush`. Returns at once if the peer is dead, or the endpoint closed."""
         if self._writing is not None and not self._closed.is_set():

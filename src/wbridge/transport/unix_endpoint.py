@@ -116,10 +116,18 @@ class SharedMemoryEndpoint:
 
     async def send(self, payload: bytes) -> None:
         """See `Endpoint.send`. Cancelled: the message is not sent."""
-        check_message(payload, self._peer)
+        if self.send_now(payload):
+            return
         with self._operations.run():
             await self._transmit_in_order(Payload(payload))
             self._counters.add_message()
+
+    def send_now(self, payload: bytes) -> bool:
+        check_message(payload, self._peer)
+        if self._operations.ended or self._order.locked() or not self._try_transmit(Payload(payload)):
+            return False
+        self._counters.add_message()
+        return True
 
     async def flush(self) -> None:
         await self._copies.settle()
@@ -168,6 +176,13 @@ class SharedMemoryEndpoint:
         self._table.unlock(token.entry)
 
     # The connection ----------------------------------------------------------------------------------------
+
+    def _try_transmit(self, frame: Frame) -> bool:
+        try:
+            self._socket.send(encode(frame), socket.MSG_NOSIGNAL)
+        except OSError:  # no room, or no peer: `_transmit` waits for the one and tells of the other
+            return False
+        return True
 
     async def _transmit_in_order(self, frame: Frame) -> None:
         async with self._order:

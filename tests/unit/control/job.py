@@ -13,7 +13,6 @@ import msgspec
 from wbridge.config import Config
 from wbridge.control.agreement import adopt, explicit_settings
 from wbridge.control.client import connect_coordinator
-from wbridge.control.connection import split_address
 from wbridge.control.coordinator import Coordinator
 from wbridge.control.lease import LeasedConnection
 from wbridge.control.messages import (
@@ -29,6 +28,7 @@ from wbridge.control.messages import (
 )
 from wbridge.control.planning import unpacked_slice
 from wbridge.control.rendezvous import TcpRendezvous
+from wbridge.control.tcp import split_address
 from wbridge.ids import Epoch, WorkerId
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, ParameterSpec, SourceMap, TensorSpec

@@ -13,10 +13,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from wbridge.control import auth, connection
+from wbridge.control import auth, tcp
 from wbridge.control.codec import MAX_UNAUTHENTICATED_NBYTES, encode
-from wbridge.control.connection import Connection, connect_tcp, serve_tcp, split_address
+from wbridge.control.connection import Connection
 from wbridge.control.messages import Bye, Challenge, EpochReady, Join, Message, Proof, StatusRequest
+from wbridge.control.tcp import connect_tcp, serve_tcp, split_address
 from wbridge.errors import (
     AuthenticationError,
     BarrierTimeout,
@@ -58,7 +59,7 @@ async def untouched(peer: Connection) -> None:
 
 async def test_a_listener_without_descriptors_waits_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = anyio.Event()
-    monkeypatch.setattr(connection._log, "warning", lambda *_, **__: refused.set())
+    monkeypatch.setattr(tcp._log, "warning", lambda *_, **__: refused.set())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with serving(echo) as address:
         with socket.socket() as peer:
@@ -122,6 +123,30 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
         assert scope.cancelled_caught
         release.set()
         assert await peer.receive() == EpochReady(Epoch(1, 2))
+
+
+async def test_messages_are_delivered_whole_and_in_order_until_the_peer_is_lost() -> None:
+    """Also those that came, in part or in whole, before the delivery began."""
+    messages = [EpochReady(Epoch(1, n)) for n in range(50)]
+
+    async def send_in_parts(peer: Connection) -> None:
+        sent = b"".join(map(encode, messages))
+        for start in range(0, len(sent), 7):
+            await peer.send_frame(sent[start : start + 7])
+
+    async with serving(send_in_parts) as address, await connect_tcp(address, secret=SECRET) as peer:
+        taken = [await peer.receive()]
+        with pytest.raises(PeerLost, match=address):
+            await peer.deliver(taken.append)
+    assert taken == messages
+
+
+async def test_closing_ends_a_delivery() -> None:
+    async with serving(echo) as address, anyio.create_task_group() as tasks:
+        peer = await connect_tcp(address, secret=SECRET)
+        tasks.start_soon(peer.aclose)
+        with pytest.raises(EndpointClosed, match=address):
+            await peer.deliver(lambda _: None)
 
 
 async def test_the_loss_of_the_peer_is_told_with_its_name() -> None:
@@ -221,7 +246,7 @@ async def test_another_protocol_version_is_named_on_both_sides(monkeypatch: pyte
     async def old(peer: Connection) -> None:
         await peer.receive()
 
-    monkeypatch.setattr(connection, "authenticate_server", _challenge_of_version_99)
+    monkeypatch.setattr(tcp, "authenticate_server", _challenge_of_version_99)
     async with serving(old) as address:
         with pytest.raises(ProtocolError, match=r"control protocol 99 \(wbridge 9\.9\), this side 1"):
             await connect_tcp(address, secret=SECRET)

@@ -10,11 +10,11 @@ from tests.unit.control.job import SECRET, Worker, live, rollout, running, sourc
 from wbridge.config import Config, Mode
 from wbridge.control import epochs
 from wbridge.control.client import request_status
-from wbridge.control.connection import connect_tcp, split_address
 from wbridge.control.coordinator import Coordinator
 from wbridge.control.messages import Bye, EpochLive, EpochReady, EpochStart, Join, WorkerLost
 from wbridge.control.planning import unpacked_slice
 from wbridge.control.rendezvous import TcpRendezvous
+from wbridge.control.tcp import connect_tcp, split_address
 from wbridge.errors import (
     AuthenticationError,
     BarrierTimeout,

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import select
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -13,9 +14,10 @@ import pytest
 
 from wbridge.control import codec
 from wbridge.control import lease as lease_module
-from wbridge.control.connection import Connection, connect_tcp, serve_tcp
+from wbridge.control.connection import Connection
 from wbridge.control.lease import LeasedConnection
 from wbridge.control.messages import Bye, EpochReady, Heartbeat, Join, Message, Rejected
+from wbridge.control.tcp import connect_tcp, serve_tcp
 from wbridge.errors import ConfigError, EndpointClosed, PeerLost
 from wbridge.ids import Epoch
 from wbridge.testing.clock import VirtualTimeLoop, run_virtual
@@ -255,3 +257,31 @@ async def test_cancelling_the_owner_closes_the_connection() -> None:
             tasks.cancel_scope.cancel()
         with pytest.raises(PeerLost):
             await far.receive()
+
+
+def test_of_two_idle_sides_one_sends_heartbeats_and_the_other_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the other one wakes up once for both."""
+
+    async def main() -> None:
+        sent: list[list[float]] = [[], []]
+
+        def note(times: list[float], post: Callable[[Message], None], message: Message) -> None:
+            times.append(anyio.current_time())
+            post(message)
+
+        async with pair() as ends, anyio.create_task_group() as tasks:
+            for end, times in zip(ends, sent, strict=True):
+                lease = LeasedConnection(end, 10.0)
+                monkeypatch.setattr(lease, "post", partial(note, times, lease.post))
+                tasks.start_soon(lease.run)
+                tasks.start_soon(lease.deliver, pytest.fail)
+                await anyio.sleep(3.0)
+            await anyio.sleep(200.0)
+            tasks.cancel_scope.cancel()
+        leading, following = sent
+        assert [b - a for a, b in itertools.pairwise(leading)] == pytest.approx([10.0] * 19, abs=0.1)
+        assert following == pytest.approx(leading, abs=0.1)
+
+    run_virtual(main)

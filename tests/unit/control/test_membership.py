@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import cast
 
 from tests.unit.control.job import rollout, source_map, trainer
-from wbridge.control.lease import LeasedConnection
+from wbridge.control.local import LocalLease
 from wbridge.control.membership import MAX_NAMED, Joined, Member, Membership
 from wbridge.control.messages import Hello
 from wbridge.ids import WorkerId
@@ -18,7 +18,7 @@ class Elsewhere:
 
 def member(worker: WorkerId, *, joined: bool = True, token: str = "") -> Member:
     hello = Hello(worker, "host", token or str(worker), {})
-    member = Member(hello, cast(LeasedConnection, Elsewhere()))  # cast: nothing is sent here
+    member = Member(hello, cast(LocalLease, Elsewhere()))  # cast: nothing is sent here
     if joined:
         member.joined = Joined(
             table=tabulate(source_map(worker)),

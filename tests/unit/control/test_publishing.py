@@ -11,9 +11,9 @@ import pytest
 from tests.unit.control.job import SECRET, Worker, live, rollout, running, together, trainer
 from wbridge.config import Config, Mode
 from wbridge.control.client import request_status
-from wbridge.control.connection import split_address
 from wbridge.control.messages import Committed, EpochStart, Keyed, StatusReply, WorkerLost
 from wbridge.control.rendezvous import TcpRendezvous
+from wbridge.control.tcp import split_address
 from wbridge.errors import BarrierTimeout, ProtocolError
 from wbridge.flow.messages import (
     Announced,

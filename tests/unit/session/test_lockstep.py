@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -187,13 +187,13 @@ async def test_a_poll_that_applies_changes_threads_once(
         while not rollout._lockstep.follower.flag:
             await anyio.sleep(0.001)
         loop, submitted = rollout._worker.loop, []
-        submit = loop.submit
+        call = loop.call
 
-        def count(work: Any) -> Any:  # Any: whatever a poll submits
-            submitted.append(work)
-            return submit(work)
+        def count(function: Callable[[], object]) -> None:
+            submitted.append(function)
+            call(function)
 
-        monkeypatch.setattr(loop, "submit", count)
+        monkeypatch.setattr(loop, "call", count)
         update = await job.receivers[0].poll_requests()
         monkeypatch.undo()
         assert (update and update.version, len(submitted)) == (1, num_changes)

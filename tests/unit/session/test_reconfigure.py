@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from queue import Queue
 
 import anyio
 import anyio.lowlevel
@@ -23,6 +23,7 @@ from tests.unit.session.job import (
     settings,
     toys,
 )
+from wbridge.control.local import local_pair
 from wbridge.control.messages import Reconfigure, Reconfigured
 from wbridge.errors import BarrierTimeout, ConfigError, PeerLost, ProtocolError, UpdateAborted
 from wbridge.session.member import Member
@@ -302,40 +303,25 @@ async def test_an_operator_sets_the_mode_of_a_whole_job(
         await gather(*[adapter.aclose for adapter in reversed(adapters)])
 
 
-class Wire:
-    """What a member posts, and what it is to receive."""
-
-    def __init__(self) -> None:
-        self.posted: list[object] = []
-        self.arriving: Queue[object] = Queue()
-
-    def post(self, message: object) -> None:
-        self.posted.append(message)
-
-    async def receive(self) -> object:
-        while self.arriving.empty():
-            await anyio.sleep(0.001)
-        return self.arriving.get()
-
-
 async def test_the_answer_to_a_request_that_nobody_waits_for_answers_no_other_one(tmp_path: Path) -> None:
     trainers, _ = toys(1, {"engine-0": 1})
     pinned = settings("async", 1)
     sender = wbridge.SenderAdapter(trainers[0].source, rendezvous=rendezvous(tmp_path), config=pinned)
     described = discover_map(trainers[0].source, wbridge.Config())
     member = Member(sender._trainer._worker.job, sender._trainer, described, PATIENCE_S)
-    wire = Wire()
-    member._lease = wire  # type: ignore[assignment]  # all that a request needs of it
+    near, far = local_pair("a member", "a coordinator")
+    member._lease = near
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(member._read, wire, tasks)
+        tasks.start_soon(near.deliver, functools.partial(member._act, near, tasks))
         assert "mode" in member._explicit()
         with anyio.move_on_after(0):
             await member.reconfigure({"mode": "sync"}, PATIENCE_S)
-        assert wire.posted == [Reconfigure(1, {"mode": "sync"}, PATIENCE_S), Reconfigure(1, {})]
+        assert await far.receive() == Reconfigure(1, {"mode": "sync"}, PATIENCE_S)
+        assert await far.receive() == Reconfigure(1, {})
         assert "mode" not in member._explicit()  # the job may change all the same, and go on with this rank
-        wire.arriving.put(Reconfigured(1))
-        wire.arriving.put(Reconfigured(2, "UpdateAborted", "being changed already"))
+        far.post(Reconfigured(1))
+        far.post(Reconfigured(2, "UpdateAborted", "being changed already"))
         with pytest.raises(UpdateAborted, match="being changed already"):
             await member.reconfigure({"mode": "sender_overlap"}, PATIENCE_S)
         tasks.cancel_scope.cancel()
