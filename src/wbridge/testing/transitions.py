@@ -17,6 +17,7 @@ from wbridge.engine.scatters import Scatters
 from wbridge.flow.actions import ToLeader
 from wbridge.flow.messages import Announced, Commit, EngineOutcome, Hold, Landed, Offer, Retired, Serve
 from wbridge.flow.tickets import Tickets
+from wbridge.session.member import Member
 from wbridge.session.rollout import Rollout
 from wbridge.session.sending import SendingEpoch
 
@@ -110,7 +111,7 @@ _FOLLOWER: Final[Mapping[Transition, _Pass]] = {
 }
 _LEADER: Final[Mapping[Transition, _Pass]] = {
     "announced": _Pass(Rollout, "receive", _is(Announced)),
-    "offered": _Pass(Rollout, "to_coordinator", _is(Offer)),
+    "offered": _Pass(Member, "post", _is(Offer)),
     **_FOLLOWER,
 }
 
