@@ -27,6 +27,8 @@ from benchmarks.systems.workloads import Workload, workload_of
 WITHOUT_MEMCPY = ("tiny", "idle")
 SETTLE_S = {"tiny": 0.005}
 DEFAULT_SETTLE_S = 0.02
+IDLE_SETTLE_S = 8.0
+"""Longer than a heartbeat: what was set up before the wait has fired by then."""
 MAX_DIFFERENCE = 0.2
 NUM_TRIES = 3
 """At most so many updates for each that counts."""
@@ -166,7 +168,7 @@ class Run:
         found: list[tuple[float, int]] = []
 
         def watch() -> None:
-            time.sleep(2.0)
+            time.sleep(IDLE_SETTLE_S)
             before = [usage(pid) for pid in pids]
             time.sleep(IDLE_S)
             after = [usage(pid) for pid in pids]
