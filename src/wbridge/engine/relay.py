@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import anyio
@@ -60,6 +61,7 @@ class Relay:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._ticket = 0
         self._by_ticket: dict[int, _Passing] = {}
+        self._num_kept: Counter[str] = Counter()  # by receiver: pieces that lie in slots, of any ticket
         self._early: dict[int, list[tuple[str, Credit]]] = {}  # credits that have overtaken their grant
         self._unwanted: dict[int, set[str]] = {}  # the same of those that do not wait for it any more
 
@@ -84,7 +86,7 @@ class Relay:
     @property
     def kept_for(self) -> set[str]:
         """Those for which pieces lie in slots."""
-        return {duty[0] for passing in self._by_ticket.values() for duty in passing.slots}
+        return set(self._num_kept)
 
     def serve(self, ticket: int, receivers: Mapping[int, Iterable[str]]) -> None:
         """From now on pass on what arrives of `ticket`, each group to these; nothing of earlier ones."""
@@ -134,6 +136,7 @@ class Relay:
             passing.source.add(own, kept)
             self._keep(slot)
             passing.slots[duty] = slot
+            self._num_kept[receiver] += 1
             if (credit := passing.credits.pop(duty, None)) is not None:
                 self._start(passing, duty, credit)
 
@@ -180,8 +183,14 @@ class Relay:
         """Keep nothing for it but what is being written to it: that ends by itself."""
         busy = passing.reading | passing.flying
         for duty in [duty for duty in passing.slots if duty[0] == receiver and duty not in busy]:
-            self._let_go(passing.slots.pop(duty))
+            self._keep_no_more(passing, duty)
         self._clear(ticket, passing)
+
+    def _keep_no_more(self, passing: _Passing, duty: Duty) -> None:
+        self._num_kept[duty[0]] -= 1
+        if not self._num_kept[duty[0]]:
+            del self._num_kept[duty[0]]
+        self._let_go(passing.slots.pop(duty))
 
     def _source_free(self, ticket: int) -> None:
         """Nobody waits for that: slots are kept for pieces, not for tickets."""
@@ -190,7 +199,7 @@ class Relay:
         passing, duty = self._by_ticket[credit.ticket], (receiver, credit.group, credit.piece)
         passing.flying.discard(duty)
         if duty not in passing.reading and duty in passing.slots:  # it was cut before it was copied
-            self._let_go(passing.slots.pop(duty))
+            self._keep_no_more(passing, duty)
         self._clear(credit.ticket, passing)
 
     def _read(self, passing: _Passing, piece: Piece, copied: Event) -> None:
@@ -202,7 +211,7 @@ class Relay:
     async def _let_go_after(self, passing: _Passing, duty: Duty, copied: Event) -> None:
         await copied.wait()
         passing.reading.discard(duty)
-        self._let_go(passing.slots.pop(duty))
+        self._keep_no_more(passing, duty)
 
     def _clear(self, ticket: int, passing: _Passing) -> None:
         if passing.source is None and passing.is_over:

@@ -26,7 +26,8 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class _Slot:
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
+        self.index = index
         self.state: State = "free"
         self.ticket = 0
         self.group = -1
@@ -62,7 +63,10 @@ class ReceiverRing:
         for stage, count in sorted(stages.items()):
             self._stage_slots[stage] = range(start, start + count)
             start += count
-        self._slots = [_Slot() for _ in range(start)]
+        self._slots = [_Slot(index) for index in range(start)]
+        # A ring may have thousands of slots, so no event looks at all of them while bytes arrive.
+        self._of_group: dict[tuple[int, int], int] = {}  # (ticket, group) -> slot
+        self._quarantined: set[int] = set()
         self._next = dict.fromkeys(self._stage_slots, 0)  # per stage: position of the next group
         self._grant: _Grant | None = None
         self._num_ended = 0
@@ -124,7 +128,7 @@ class ReceiverRing:
         if message.piece not in slot.barrier.missing and (writer, message.piece) not in slot.may_write:
             return None
         slot.num_readers += 1
-        return self._slots.index(slot)
+        return slot.index
 
     def keep(self, slot: int) -> None:
         """What has arrived in this slot is read once more, until `checked`; it is not used again before."""
@@ -168,7 +172,7 @@ class ReceiverRing:
         slot = self._find(ticket, group)
         out: list[RingAction] = []
         if slot is not None and slot.state == "filling" and piece in slot.barrier.missing:
-            self._credit_piece(self._slots.index(slot), piece, out)
+            self._credit_piece(slot.index, piece, out)
         return out
 
     def abort(self, ticket: int) -> list[RingAction]:
@@ -186,6 +190,7 @@ class ReceiverRing:
         """
         out: list[RingAction] = []
         self._void([])
+        self._of_group.clear()
         for index, slot in enumerate(self._slots):
             slot.ticket, slot.group = 0, -1
             if slot.state == "quarantined" and slot.may_write:
@@ -220,7 +225,8 @@ class ReceiverRing:
         late = self._slots[slot]
         if late.state != "quarantined" or late.ticket != ticket:
             return []  # proof came in time
-        late.state, late.ticket, late.group = "replacing", 0, -1
+        self._quarantined.discard(slot)
+        self._leave(late, "replacing")
         late.may_write.clear()
         return [ReplaceSlot(slot)]
 
@@ -237,22 +243,27 @@ class ReceiverRing:
         return 0 if self._grant is None else self._grant.ticket
 
     def _find(self, ticket: int, group: int) -> _Slot | None:
-        for slot in self._slots:
-            if (slot.ticket, slot.group) == (ticket, group):
-                return slot
-        return None
+        index = self._of_group.get((ticket, group))
+        return None if index is None else self._slots[index]
+
+    def _leave(self, slot: _Slot, state: State) -> None:
+        """It is no group's any more."""
+        self._of_group.pop((slot.ticket, slot.group), None)
+        slot.state, slot.ticket, slot.group = state, 0, -1
 
     def _go_on(self, out: list[RingAction]) -> list[RingAction]:
         """Free what may be freed, credit the same ticket's next groups, tell the leader of vacancy."""
-        for slot in self._slots:
-            if slot.state == "quarantined" and not slot.may_write and not slot.num_readers:
-                slot.state, slot.ticket, slot.group = "free", 0, -1
+        for slot in [self._slots[index] for index in self._quarantined]:
+            if not slot.may_write and not slot.num_readers:
+                self._quarantined.discard(slot.index)
+                self._leave(slot, "free")
         if self._grant is not None:
             for stage, queue in self._grant.queues.items():
                 self._credit(stage, queue, out)
-        kept = {slot.ticket for slot in self._slots} | {self._current}
-        for ticket in [t for t in self._stops if t <= self._newest and t not in kept]:
-            del self._stops[ticket]
+        if self._stops:
+            kept = {slot.ticket for slot in self._slots} | {self._current}
+            for ticket in [t for t in self._stops if t <= self._newest and t not in kept]:
+                del self._stops[ticket]
         vacant = self._grant is None and all(slot.state == "free" for slot in self._slots)
         if vacant and self._told_vacant < self._num_ended:
             self._told_vacant = self._num_ended
@@ -270,6 +281,7 @@ class ReceiverRing:
             self._next[stage] += 1
             group = queue.pop(0)
             slot.state, slot.ticket, slot.group = "filling", self._grant.ticket, group
+            self._of_group[slot.ticket, group] = index
             slot.barrier = Barrier(range(len(self._grant.writers[group])))
             for piece in range(len(self._grant.writers[group])):
                 self._credit_piece(index, piece, out)
@@ -289,7 +301,7 @@ class ReceiverRing:
         if not slot.barrier.complete or self._grant is None:
             return
         slot.state = "ready"
-        out.append(GroupReady(slot.ticket, slot.group, self._slots.index(slot)))
+        out.append(GroupReady(slot.ticket, slot.group, slot.index))
         self._grant.num_ready += 1
         if self._grant.num_ready == self._grant.num_groups:
             out.append(ToLeader(Landed(slot.ticket)))
@@ -301,6 +313,7 @@ class ReceiverRing:
         slot = self._slots[index]
         slot.barrier = Barrier(())
         slot.state = "quarantined"
+        self._quarantined.add(index)
         if slot.may_write:
             out.append(self._take_back(index))
 

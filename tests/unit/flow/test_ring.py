@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -101,6 +102,29 @@ def test_a_second_arrival_is_checked_until_the_group_is_applied() -> None:
     machine.checked(0)
     assert machine.draining(0, 1)
     assert machine.checking("A", Arrived(1, 0, 0)) is None
+
+
+def cost_of_arrivals(num_slots: int, num_arrivals: int = 200) -> float:
+    """CPU seconds, the least of three runs."""
+    costs = []
+    for _ in range(3):
+        machine = ring(num_slots)
+        machine.grant(1, [AB] * num_slots)
+        begun_s = time.process_time()
+        for group in range(num_arrivals // 2):
+            for piece, writer in enumerate("AB"):
+                arrived = Arrived(1, group, piece)
+                slot = machine.checking(writer, arrived)
+                assert slot is not None
+                machine.arrived(writer, arrived)
+                machine.checked(slot)
+        costs.append(time.process_time() - begun_s)
+    return min(costs)
+
+
+def test_arrivals_cost_the_same_however_many_slots_there_are() -> None:
+    """Groups that are passed on are small, so a ring that holds a version has thousands."""
+    assert cost_of_arrivals(4096) < 5 * cost_of_arrivals(128)
 
 
 def test_c1_first_credits_come_with_the_grant_also_after_an_abort() -> None:

@@ -34,7 +34,7 @@ def sent(adapters: Any) -> int:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_trainers_send_one_copy_and_every_host_gets_one(mode: str, tmp_path: Path) -> None:
-    async with exchanging(tmp_path, mode) as job:
+    async with exchanging(tmp_path, mode, relay_patience_s=60.0) as job:
         for version in (1, 2, 3):
             deliveries, updates = await job.update(version)
             assert job.holds(version) and [update.version for update in updates] == [version] * 3
@@ -50,7 +50,7 @@ async def test_workers_of_one_host_get_it_from_each_other(mode: str, tmp_path: P
     """Two hosts of two engines each: every group crosses once to each host."""
     engines = dict.fromkeys(("engine-0", "engine-1", "engine-2", "engine-3"), 1)
     hosts = {name: f"host-{k // 2}" for k, name in enumerate(engines)}
-    async with exchanging(tmp_path, mode, engines=engines, hosts=hosts) as job:
+    async with exchanging(tmp_path, mode, engines=engines, hosts=hosts, relay_patience_s=60.0) as job:
         for version in (1, 2):
             await job.update(version)
             assert job.holds(version)
@@ -67,7 +67,7 @@ async def test_workers_of_one_host_get_it_from_each_other(mode: str, tmp_path: P
 
 
 async def test_ranks_of_an_engine_exchange_with_the_same_ranks_of_others(tmp_path: Path) -> None:
-    async with exchanging(tmp_path, "sync", engines=PAIRS) as job:
+    async with exchanging(tmp_path, "sync", engines=PAIRS, relay_patience_s=60.0) as job:
         await job.update(1)
         assert job.holds(1)
         groups = [group for k in range(4) for group in engine_of(job, k)._groups]
