@@ -208,6 +208,8 @@ async def test_a_writer_survives_a_receiver_that_only_it_finds_lost(tmp_path: Pa
             delivery = (await job.send(version))[0]
             await job.take(0)
             assert job.rollouts[0].holds(version)
+            while "engine-0" not in delivery.outcomes:  # told after the poll that took it
+                await anyio.sleep(0.001)
             assert delivery.outcomes["engine-0"] in ("landed", "applied")
             await delivery.abort()
 
