@@ -149,6 +149,10 @@ class ExchangeMember:
             elif stopped.ticket > self._ticket:
                 self._stops.setdefault(stopped.ticket, set()).add(writer)
 
+    def are_late(self, writers: Iterable[str]) -> bool:
+        """Whether all of these are bypassed, so that nobody is to wait for them any more."""
+        return self._late.issuperset(writers)
+
     def distrust(self, writer: str, group: int, piece: int) -> bool:
         """What a relay has brought is not what the trainer sent: the trainers bring the rest of it once it
         has stopped, since what it still writes may be as wrong, and come last. False: nothing can be done."""

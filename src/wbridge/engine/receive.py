@@ -210,7 +210,7 @@ class ReceiveEngine:
         """Another rollout lets us write, or waits for us, or does not any more."""
         if self._exchange is None:
             raise ProtocolError(
-                f"{self._context.worker}: {peer} takes it for a relay; run one release everywhere"
+                f"{peer} takes {self._context.worker} for a relay; run one release everywhere"
             )
         self._exchange.heard(peer)
         match message:
@@ -371,6 +371,8 @@ class ReceiveEngine:
         Parameters have no other memory: they stay tainted until their writers have stopped.
         """
         timeout_s = math.inf if self._is_in_place else self._context.config.fence_timeout_s
+        if self._exchange is not None and self._exchange.are_late(fence.writers):
+            timeout_s = min(timeout_s, self._context.config.relay_patience_s)
         with anyio.move_on_after(timeout_s):
             for writer in fence.writers:
                 if await self._withdraw(fence, writer):
