@@ -209,9 +209,7 @@ class ReceiveEngine:
     def from_member(self, peer: str, message: Credit | Alive | Unwanted) -> None:
         """Another rollout lets us write, or waits for us, or does not any more."""
         if self._exchange is None:
-            raise ProtocolError(
-                f"{peer} takes {self._context.worker} for a relay; run one release everywhere"
-            )
+            raise ProtocolError(f"{peer} takes {self._context.worker} for a relay; run one release")
         self._exchange.heard(peer)
         match message:
             case Credit():
