@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no standard output
     except WBridgeError as exc:
         print(f"wbridge: {exc}", file=sys.stderr)
         return 1
