@@ -166,7 +166,7 @@ async def latecomers(world: World) -> None:
 
 
 async def changes(world: World) -> None:
-    """Another mode in a new epoch, and a comparison of both ends' weights."""
+    """Another mode in a new epoch, a comparison of both ends' weights, and parameters that are bound again."""
     await world.connect()
     await world.update()
     await world.all(
@@ -177,6 +177,8 @@ async def changes(world: World) -> None:
     )
     await world.update()
     await world.all([*[("verify", s.verify) for s in world.senders], *world.polls(wait_s=2.0)])
+    await world.all([("rebind", receiver.rebind) for receiver in world.receivers])
+    await world.update()
 
 
 SCENARIOS: Mapping[str, tuple[Scenario, dict[str, object]]] = {
