@@ -166,7 +166,7 @@ async def latecomers(world: World) -> None:
 
 
 async def changes(world: World) -> None:
-    """Another mode in a new epoch, a comparison of both ends' weights, and parameters that are bound again."""
+    """Another mode in a new epoch, a comparison of the weights, and parameters that are bound again."""
     await world.connect()
     await world.update()
     await world.all(
