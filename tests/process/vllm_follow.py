@@ -146,6 +146,7 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
 
     try:
         await bridge.connect(50)
+        await bridge.rebind()  # as after a sleep that has dropped the weights
         polling = asyncio.create_task(bridge.run())
         trainer.go.release()
         await until(1)  # the engine is idle
@@ -159,8 +160,6 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
         spans = [await served(f"long-{k}") for k in range(3)]
         second = await generate("second", NUM_TOKENS)
         polling.cancel()
-        await bridge.rebind()  # as after a sleep that drops the weights
-        assert bridge.version is None
         trainer.go.release()
         await engine.start_weight_update()  # vLLM's own cycle takes versions as well
         await engine.update_weights(WeightTransferUpdateRequest(update_info={"wait_s": 30.0}))

@@ -82,7 +82,8 @@ class EngineBridge:
     async def rebind(self) -> None:
         """Call this after `wake_up()` of an engine whose weights were dropped, such as by `sleep(2)`.
 
-        It takes no step then until a whole version has been applied. While it sleeps, stop `run`.
+        It must have no requests then: a step before a whole version has been applied would end it. While it
+        sleeps, stop `run`.
         """
         await self._engine.collective_rpc("wbridge_rebind")
         self._version = None
