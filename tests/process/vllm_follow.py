@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,13 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
         async with updated:
             await updated.wait_for(lambda: version in seen)
 
-    started = asyncio.Event()
+    started: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def generate(request: str, num_tokens: int) -> list[int]:
         output = None
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         async for output in bridge.generate({"prompt_token_ids": PROMPT}, sampling, request):  # noqa: B007
-            started.set()
+            started[request].set()
         assert output is not None
         return list(output.outputs[0].token_ids)
 
@@ -151,9 +152,9 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
         trainer.go.release()
         await until(1)  # the engine is idle
         first = await generate("first", NUM_TOKENS)
-        started.clear()
         running = [asyncio.create_task(generate(f"long-{k}", 200)) for k in range(3)]
-        await started.wait()
+        for k in range(3):  # else one may begin after the update
+            await started[f"long-{k}"].wait()
         trainer.go.release()
         long = await asyncio.gather(*running)
         await until(2)
