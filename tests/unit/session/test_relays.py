@@ -275,7 +275,7 @@ def holding_back(
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_silent_relay_is_bypassed(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainers bring what it owes, and only that; it gets the version itself."""
-    async with exchanging(tmp_path, mode, relay_patience_s=0.2) as job:
+    async with exchanging(tmp_path, mode, relay_patience_s=1.0) as job:
         await job.update(1)
         before = sent(job.senders)
         muted = holding_back(monkeypatch, job, 1)
