@@ -57,16 +57,19 @@ class Regions:
     def need(self) -> None:
         """A writer is there: register what is known, and from now on what comes."""
         if not self._is_needed:
-            self._is_needed = True
+            known = [region.buffer for region in self]  # if it failed midway before
             for buffer in self._buffers:
-                self._register(buffer)
+                if not any(buffer is one for one in known):
+                    self._register(buffer)
+            self._is_needed = True
 
     def add(self, buffer: Buffer) -> Registered | None:
         """None: it is known already, no writer is there yet, or it is not the host's."""
         if not buffer.is_host or not buffer.nbytes or any(buffer is known for known in self._buffers):
             return None
+        region = self._register(buffer) if self._is_needed else None  # first: it may fail
         self._buffers.append(buffer)
-        return self._register(buffer) if self._is_needed else None
+        return region
 
     def remove(self, buffer: Buffer) -> int | None:
         """Return the number that it had, if it had one."""

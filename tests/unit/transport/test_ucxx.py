@@ -10,6 +10,7 @@ import anyio.lowlevel
 import pytest
 
 from wbridge.device.cpu import CpuDevice
+from wbridge.errors import ConfigError
 from wbridge.native.ucx import why_missing
 from wbridge.testing.conformance import Pair
 from wbridge.transport.base import Endpoint, RemoteSlot
@@ -94,3 +95,25 @@ async def test_a_cancelled_connection_is_granted_nothing() -> None:
             remote = pair.receiver.expose(slot, "sender")
             await endpoint.put(memoryview(b"\1" * 100_000), remote, b"put")
             assert await pair.receive() == b"put"
+
+
+async def test_c72_a_buffer_that_could_not_be_registered_is_not_taken_for_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system has refused it once; the next time it is registered after all, and written."""
+    async with open_pair() as pair:
+        endpoint = await pair.connect()
+        await start_to_put(pair, endpoint)  # from here on buffers are registered as they come
+        regions, buffer = pair.receiver._regions, CpuDevice().allocate(2**20, "pinned")
+        assert regions is not None and regions._is_needed
+        with monkeypatch.context() as refusing:
+            refusing.setattr(regions._worker, "map", raise_config_error)
+            with pytest.raises(ConfigError, match="refused"):
+                pair.receiver.register(buffer)
+        assert regions.locate(buffer.view) is None
+        pair.receiver.register(buffer)
+        assert regions.locate(buffer.view) is not None
+
+
+def raise_config_error(memory: memoryview) -> None:
+    raise ConfigError(f"{memory.nbytes} bytes are refused")
