@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Literal
 
 from wbridge.config import Config, Mode
-from wbridge.device.base import Device, Stream
+from wbridge.device.base import AnyStream, Device
 from wbridge.flow.standings import EngineStatus
 from wbridge.ids import Epoch
 from wbridge.observe.stats import SendStats
@@ -47,7 +47,7 @@ class SenderAdapter:
         drive_blocking(self._trainer.connect(timeout_s))
 
     def send_weights(
-        self, version: int, metadata: Metadata | None = None, *, stream: Stream | None = None
+        self, version: int, metadata: Metadata | None = None, *, stream: AnyStream | None = None
     ) -> Delivery:
         """See `wbridge.SenderAdapter.send_weights`. An interrupt counts as a cancellation."""
         return Delivery(drive_blocking(self._trainer.send_weights(version, metadata, stream)))
@@ -152,7 +152,7 @@ class ReceiverAdapter:
         """See `wbridge.ReceiverAdapter.connect`."""
         drive_blocking(self._rollout.connect(timeout_s))
 
-    def poll_requests(self, wait_s: float | None = None, *, stream: Stream | None = None) -> Update | None:
+    def poll_requests(self, wait_s: float | None = None, *, stream: AnyStream | None = None) -> Update | None:
         """See `wbridge.ReceiverAdapter.poll_requests`. An interrupt counts as a cancellation."""
         if self._rollout.begin_poll() or wait_s is not None:
             return drive_blocking(self._rollout.poll(wait_s, stream))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -40,8 +40,20 @@ class Event(Protocol):
         ...
 
 
+class ForeignStream(Protocol):
+    """A stream of another library, such as `torch.cuda.Stream`: version of this protocol, and handle."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+@runtime_checkable
 class Stream(Protocol):
     """A queue of work that runs in order, later than its submission."""
+
+    @property
+    def is_capturing(self) -> bool:
+        """What is submitted now is put into a graph instead: no event of it is ever done."""
+        ...
 
     def submit(self, work: Callable[[], None]) -> None:
         """Append `work`. It must not block on anything but memory."""
@@ -58,6 +70,9 @@ class Stream(Protocol):
     def close(self) -> None:
         """Accept no more work; what was submitted still runs, and nothing here waits for it. Idempotent."""
         ...
+
+
+AnyStream: TypeAlias = Stream | ForeignStream
 
 
 class Buffer(Protocol):
@@ -125,6 +140,14 @@ class Device(Protocol):
 
     def current_stream(self) -> Stream:
         """The calling thread's own stream: the one its framework submits to."""
+        ...
+
+    def wrap_stream(self, stream: ForeignStream) -> Stream:
+        """Return a stream of another library as one of ours. It stays its owner's.
+
+        Raises:
+            ConfigError: it orders nothing on this device.
+        """
         ...
 
     def close(self) -> None:

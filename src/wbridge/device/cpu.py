@@ -11,10 +11,10 @@ from typing import Final, Literal
 
 import torch
 
-from wbridge.device.base import Event, MemoryKind, PeerMemory
+from wbridge.device.base import Event, ForeignStream, MemoryKind, PeerMemory, Stream
 from wbridge.device.memory import ExportedMemory, ForeignMemory, HostMemory
 from wbridge.device.wakeup import Wakeup
-from wbridge.errors import EndpointClosed, NativeUnavailable
+from wbridge.errors import ConfigError, EndpointClosed, NativeUnavailable
 from wbridge.native.extension import set_copy_threads
 
 _MAX_HELD: Final = 64
@@ -74,6 +74,11 @@ class CpuDevice:
     def current_stream(self) -> CallerStream:
         """The caller's own work on a CPU is synchronous, so it is done at once; see `CallerStream`."""
         return CallerStream()
+
+    def wrap_stream(self, stream: ForeignStream) -> Stream:
+        raise ConfigError(
+            f"a {type(stream).__name__} orders work on a GPU, the parameters are on the host; leave it out"
+        )
 
     def close(self) -> None:
         """Run all submitted work, then end all threads. Blocks; idempotent."""
@@ -158,6 +163,8 @@ class CpuStream:
     Work that raises skips the work up to the next recorded event, which raises that error to those
     who wait for it; what follows the event runs again.
     """
+
+    is_capturing: Final = False
 
     def __init__(self, name: str, release: Callable[[int], int] | None, *, background: bool = False) -> None:
         self.name = name
@@ -314,6 +321,8 @@ class CallerStream:
 
     Its events are done when recorded: what the caller submitted to a CPU has already happened.
     """
+
+    is_capturing: Final = False
 
     def submit(self, work: Callable[[], None]) -> None:
         work()

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
-from types import ModuleType
 from typing import Final
 
-import anyio
 import torch
 
-from wbridge.device.base import HOST, Access, Event, MemoryKind, PeerMemory
+from wbridge.device.base import HOST, Access, ForeignStream, MemoryKind, PeerMemory
 from wbridge.device.cpu import CpuDevice, CpuStream
-from wbridge.device.cuda_driver import (
-    IDLE_STREAMS,
-    DriverError,
-    relaxed,
-    ring_behind,
-    why_missing,
-    why_no_rings,
-)
-from wbridge.device.cuda_memory import GpuMemory, tensor_at, why_not_shared
+from wbridge.device.cuda_driver import DriverError, call, current, relaxed, why_missing
+from wbridge.device.cuda_memory import GpuMemory, no_room, tensor_at, why_not_shared
+from wbridge.device.cuda_stream import HIGH, LOW, CudaStream, Rings, finish, take_stream, working_on
 from wbridge.device.memory import ForeignMemory, HostMemory
-from wbridge.device.wakeup import Bell
-from wbridge.errors import ConfigError, InternalError, NativeUnavailable
+from wbridge.errors import ConfigError, EndpointClosed, NativeUnavailable
 
-_FIRST_POLL_S: Final = 50e-6
-_LAST_POLL_S: Final = 200e-6
-_HIGH: Final = -1
-"""Somebody waits for the work: it goes before the application's, whose streams have 0 by default."""
-_LOW: Final = 0
+_PORTABLE: Final = 1
+"""CU_MEMHOSTREGISTER_PORTABLE: for every GPU of the process."""
+_MAPPED: Final = 2
+"""CU_MEMHOSTREGISTER_DEVICEMAP: kernels reach it too."""
 
 
 class CudaDevice:
@@ -47,6 +34,11 @@ class CudaDevice:
     """
 
     def __init__(self, index: int | None = None, *, copy_threads: int = 0) -> None:
+        if torch.cuda._is_in_bad_fork():
+            raise NativeUnavailable(
+                "this process was forked from one that uses a GPU, which CUDA does not survive; start "
+                "processes by `spawn`, or before the GPU is used"
+            )
         if not torch.cuda.is_available():
             raise NativeUnavailable(
                 "parameters on cuda need a visible GPU and a torch built with CUDA: see PyTorch's install "
@@ -56,8 +48,11 @@ class CudaDevice:
         if not 0 <= self.index < torch.cuda.device_count():
             raise ConfigError(f"cuda:{self.index}: this process sees {torch.cuda.device_count()} GPUs")
         self._host = CpuDevice(copy_threads=copy_threads)
-        self._streams: list[CudaStream] = []
         self._rings = Rings(self.index)
+        self._lock = threading.Lock()
+        self._streams: list[tuple[int, torch.cuda.Stream]] = []  # with their priorities
+        self._idle: dict[int, list[torch.cuda.Stream]] = {HIGH: [], LOW: []}  # that were closed
+        self._is_closed = False
 
     @property
     def name(self) -> str:
@@ -75,15 +70,18 @@ class CudaDevice:
         memory = None
         if nbytes and why_not_shared(self.index) is None:
             memory = GpuMemory.allocate(self.index, nbytes)
-        stream = _take_stream(self.index, _HIGH)  # one of ours, so that nobody else's work is waited for
-        with torch.cuda.stream(stream):
-            if memory is None:
-                tensor = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
-            else:
-                tensor = memory.tensor()
-            tensor.zero_()
-        _record(stream).synchronize()
-        _give_back(self.index, _HIGH, stream)
+        stream = take_stream(self.index, HIGH)  # one of ours, so that nobody else's work is waited for
+        try:
+            with working_on(stream):
+                if memory is None:
+                    tensor = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
+                else:
+                    tensor = memory.tensor()
+                tensor.zero_()
+        except torch.OutOfMemoryError as exc:
+            raise no_room(self.index, nbytes, str(exc)) from exc
+        finally:
+            finish(self.index, HIGH, stream)
         return CudaBuffer(tensor, memory, self.index)
 
     def adopt(self, memory: PeerMemory) -> CudaBuffer:
@@ -104,21 +102,36 @@ class CudaDevice:
     ) -> CudaStream | CpuStream:
         if on_host:
             return self._host.open_stream(name, background=background)
-        priority = _LOW if background else _HIGH
-        stream = CudaStream(_take_stream(self.index, priority), self._rings, priority)
-        self._streams.append(stream)
-        return stream
+        priority = LOW if background else HIGH
+        idle = self._idle[priority]
+        with self._lock:
+            if self._is_closed:
+                raise EndpointClosed(f"stream {name!r}: {self.name} is closed; open a new device")
+            if not idle:
+                idle.append(take_stream(self.index, priority))
+                self._streams.append((priority, idle[-1]))
+            return CudaStream(idle.pop(), self._rings, idle.append)
 
     def current_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self.index), self._rings, _LOW)
+        return CudaStream(torch.cuda.current_stream(self.index), self._rings)
+
+    def wrap_stream(self, stream: ForeignStream) -> CudaStream:
+        if isinstance(stream, torch.cuda.Stream):
+            if stream.device_index != self.index:
+                raise ConfigError(f"a stream of {stream.device} does not order work on {self.name}")
+            return CudaStream(stream, self._rings)
+        _, handle = stream.__cuda_stream__()
+        external = torch.cuda.ExternalStream(handle, device=self.index)  # type: ignore[no-untyped-call]  # torch has no hints here
+        return CudaStream(external, self._rings)
 
     def close(self) -> None:
         """Wait for the work of all streams opened here. Blocks; idempotent."""
         self._host.close()
-        while self._streams:
-            stream = self._streams.pop()
-            _record(stream.handle).synchronize()
-            _give_back(self.index, stream.priority, stream.handle)
+        with self._lock:
+            self._is_closed = True
+            streams, self._streams = self._streams, []
+        for priority, stream in streams:
+            finish(self.index, priority, stream)
         self._rings.close()
 
 
@@ -195,163 +208,34 @@ def _pin(memory: HostMemory | ForeignMemory, index: int) -> torch.Tensor:
     if not memory.view.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     tensor = torch.frombuffer(memory.view, dtype=torch.uint8)
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints here
-    # Without the device a thread of ours would start to use the first GPU too.
-    with relaxed(), torch.cuda.device(index):
-        torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
-    weakref.finalize(memory.resources, _unpin, runtime, tensor.data_ptr())
+    try:
+        _page_lock(index, tensor.data_ptr(), tensor.numel())
+    except RuntimeError as exc:  # the driver's, or torch's
+        raise ConfigError(
+            f"cuda:{index}: {tensor.numel()} bytes of host memory cannot be page-locked: {exc}; set a "
+            "smaller num_slots, slot_nbytes or snapshot_versions, or raise the limit of locked memory"
+        ) from exc
+    weakref.finalize(memory.resources, _unpin, index, tensor.data_ptr())
     return tensor
 
 
-def _unpin(runtime: ModuleType, address: int) -> None:
+def _page_lock(index: int, address: int, nbytes: int) -> None:
+    """By the driver, whose failures are told once: the runtime reports them again at the next kernel that
+    this thread launches for anybody."""
+    if why_missing() is None:
+        with current(index):
+            call("cuMemHostRegister", address, nbytes, _PORTABLE | _MAPPED)
+        return
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints here
+    with torch.cuda.device(index):  # else a thread of ours would start to use the first GPU too
+        torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
+
+
+def _unpin(index: int, address: int) -> None:
     """Also at the end of the process, when the driver may have ended already."""
-    with suppress(DriverError), relaxed():
-        runtime.cudaHostUnregister(address)
-
-
-def _take_stream(index: int, priority: int) -> torch.cuda.Stream:
-    if why_missing() is not None:  # one of the few that torch hands out in turn
-        return torch.cuda.Stream(device=index, priority=priority)  # type: ignore[no-untyped-call]  # as above
-    handle = IDLE_STREAMS.take(index, priority)
-    return torch.cuda.ExternalStream(handle, device=index)  # type: ignore[no-untyped-call]  # as above
-
-
-def _give_back(index: int, priority: int, stream: torch.cuda.Stream) -> None:
-    if isinstance(stream, torch.cuda.ExternalStream):
-        IDLE_STREAMS.give_back(index, priority, stream.cuda_stream)
-
-
-def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
-    event.record(stream)
-    return event
-
-
-class CudaStream:
-    """A stream of ours or the application's. `submit` runs `work` at once, with this stream current: what it
-    launches runs later.
-
-    A copy between two host buffers launches nothing: it is over when `submit` returns. Work that raises may
-    have launched something before, so those who wait for the next event get its error when that is over.
-    """
-
-    def __init__(self, handle: torch.cuda.Stream, rings: Rings, priority: int) -> None:
-        self.handle = handle
-        self.priority = priority
-        self._rings = rings
-        self._error: Exception | None = None
-
-    def submit(self, work: Callable[[], None]) -> None:
-        if self._error is None:
-            try:
-                with torch.cuda.stream(self.handle):
-                    work()
-            except Exception as exc:  # a task boundary: the next event raises it
-                self._error = exc
-
-    def record(self) -> CudaEvent:
-        error, self._error = self._error, None
-        return CudaEvent(_record(self.handle), self.handle.cuda_stream, self._rings, error)
-
-    def wait_event(self, event: Event) -> None:
-        if not isinstance(event, CudaEvent):
-            raise InternalError(f"a CUDA stream cannot wait for a {type(event).__name__}")
-        self.handle.wait_event(event.handle)
-
-    def close(self) -> None:
-        """Nothing to do: the device takes its streams back when it is closed."""
-
-
-class CudaEvent:
-    """A mark in the stream whose address `stream` is. `error` is what work before it raised."""
-
-    def __init__(
-        self, handle: torch.cuda.Event, stream: int, rings: Rings, error: Exception | None = None
-    ) -> None:
-        self.handle = handle
-        self._stream = stream
-        self._rings = rings
-        self._error = error
-
-    def is_done(self) -> bool:
-        with relaxed():
-            return bool(self.handle.query())  # type: ignore[no-untyped-call]  # torch has no hints here
-
-    async def wait(self) -> None:
-        if not self.is_done():
-            await self._rings.wait(self, self._stream)
-        self._raise_if_failed()
-
-    def synchronize(self) -> None:
-        with relaxed():
-            self.handle.synchronize()
-        self._raise_if_failed()
-
-    def _raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
-class Rings:
-    """How those who await events of one GPU hear of them.
-
-    Behind the event, a stream of ours calls a C function that writes an eventfd of the waiting loop. There
-    is one such stream for each that events are recorded in: the call would hold up work in the stream itself,
-    and in a common one an early event would wait behind a late one.
-
-    Without the extension or cuda.bindings the event is looked at again and again, with a capped back-off.
-    """
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    async def wait(self, event: CudaEvent, stream: int) -> None:
-        """Return when `event`, recorded in `stream`, is done."""
-        if (bell := self._bell()) is not None:
-            with suppress(DriverError):  # no room for a stream, say; the event itself may be well
-                await bell.wait(event.is_done, functools.partial(self._ask, event, stream, bell))
-        await _poll(event)
-
-    def _bell(self) -> Bell | None:
-        """The running loop's. None: nobody would ring it."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._is_closed or why_no_rings() is not None:
-                return None
-            if loop not in self._bells:
-                self._bells[loop] = Bell()
-            return self._bells[loop]
-
-    def _ask(self, event: CudaEvent, stream: int, bell: Bell) -> None:
-        with self._lock:
-            if self._is_closed:  # by another thread, and the bell's descriptor may be another file's
-                return
-            if stream not in self._streams:
-                self._streams[stream] = _take_stream(self._index, _HIGH)
-            ringing = self._streams[stream]
-            ringing.wait_event(event.handle)
-            ring_behind(self._index, ringing.cuda_stream, bell.descriptor)
-
-    def close(self) -> None:
-        """Return when no bell will be rung any more. Who still waits then looks again and again."""
-        with self._lock:
-            self._is_closed = True
-        while self._streams:
-            _, stream = self._streams.popitem()
-            _record(stream).synchronize()
-            _give_back(self._index, _HIGH, stream)
-        while self._bells:
-            _, bell = self._bells.popitem()
-            bell.close()
-
-
-async def _poll(event: CudaEvent) -> None:
-    """With a capped back-off: without the extension nothing tells."""
-    pause_s = _FIRST_POLL_S
-    while not event.is_done():
-        await anyio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LAST_POLL_S)
+    with suppress(DriverError):
+        if why_missing() is None:
+            with current(index):
+                call("cuMemHostUnregister", address)
+        else:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # as above

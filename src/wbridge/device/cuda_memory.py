@@ -162,10 +162,14 @@ def _create(index: int, nbytes: int) -> Any:  # as above
     try:
         return call("cuMemCreate", size, _properties(index), 0)
     except DriverError as exc:
-        raise ConfigError(
-            f"cuda:{index} has no {size} bytes left: {exc}; set a smaller num_slots or slot_nbytes, "
-            "or leave more of its memory free"
-        ) from exc
+        raise no_room(index, size, str(exc)) from exc
+
+
+def no_room(index: int, nbytes: int, reason: str) -> ConfigError:
+    return ConfigError(
+        f"cuda:{index} has no {nbytes} bytes left: {reason}; set a smaller num_slots or slot_nbytes, or "
+        "leave more of its memory free"
+    )
 
 
 def _rounded(index: int, nbytes: int) -> int:

@@ -46,6 +46,21 @@ def find_gpu_limits() -> list[str]:
     return [f"{limit}: {why}" for limit, why in reasons.items() if why is not None]
 
 
+def home_of(tensor_devices: Iterable[str]) -> str:
+    """Return the device whose streams order a worker's copies: its GPU if tensors are there, else the host.
+
+    Raises:
+        ConfigError: there are several. A stream orders nothing on another GPU.
+    """
+    others = sorted(set(tensor_devices) - {"cpu"})
+    if len(others) > 1:
+        raise ConfigError(
+            f"parameters on {' and '.join(others)}: a worker has one GPU; run one worker for each, and "
+            "describe to each only the parameters on its own"
+        )
+    return others[0] if others else "cpu"
+
+
 def find_access(tensor_devices: Iterable[str]) -> Access:
     """Return where the device memory of a worker with tensors on these devices lies, and what it can write.
 

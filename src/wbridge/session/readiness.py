@@ -17,7 +17,8 @@ from wbridge.session.pausing import Pausing
 class Readiness:
     """Hands polls to the lockstep and tells it when they are ready. Its methods run in the loop thread.
 
-    `check` raises if the parameters cannot be written; `wait_readers` returns when nobody reads them now.
+    `check` raises if the parameters cannot be written; `behind_steps` marks the point in all streams, the
+    poll's and those of steps, behind which nobody reads them; `wait_readers` returns when that is reached.
     """
 
     def __init__(
@@ -27,12 +28,14 @@ class Readiness:
         tasks: anyio.abc.TaskGroup,
         *,
         check: Callable[[], None],
+        behind_steps: Callable[[Stream], Event],
         wait_readers: Callable[[Event], Awaitable[None]],
     ) -> None:
         self._lockstep = lockstep
         self._pausing = pausing
         self._tasks = tasks
         self._check = check
+        self._behind_steps = behind_steps
         self._wait_readers = wait_readers
         self.after: Event | None = None
         """The caller's work so far: what reads the parameters is before it."""
@@ -57,7 +60,7 @@ class Readiness:
         if isinstance(instruction, RunBeforeApply):
             clock.asked()
             if self._pausing.get_ready(self._check, thread):
-                self.after = stream.record()
+                self.after = self._behind_steps(stream)
                 clock.ready()
                 self.answer(answer, instruction.hold, None)
                 return

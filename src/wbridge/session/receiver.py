@@ -8,7 +8,7 @@ from types import TracebackType
 import anyio.lowlevel
 
 from wbridge.config import Config
-from wbridge.device.base import Device, Stream
+from wbridge.device.base import AnyStream, Device
 from wbridge.ids import Epoch
 from wbridge.session.endpoints import Target
 from wbridge.session.requests import ServedRequest
@@ -53,12 +53,13 @@ class ReceiverAdapter:
         await drive_async(self._rollout.connect(timeout_s))
 
     async def poll_requests(
-        self, wait_s: float | None = None, *, stream: Stream | None = None
+        self, wait_s: float | None = None, *, stream: AnyStream | None = None
     ) -> Update | None:
         """Apply a new version if the engine agreed to do so at this poll; else return None at once.
 
-        With `wait_s` it sleeps until an update is applied, at most that long. `stream` is where the
-        weights are read; None means the caller's current one.
+        With `wait_s` it sleeps until an update is applied, at most that long. `stream`, such as a
+        `torch.cuda.Stream`, is where the weights are read outside of steps; None means the caller's current
+        one. What steps read is waited for wherever they ran.
 
         Cancelled while parked: asks the engine to let go and stays until it has answered; if the update
         was already decided, it is applied first and the cancellation raised after it.
@@ -84,8 +85,9 @@ class ReceiverAdapter:
     def step(self) -> Step:
         """Mark a forward pass: `with receiver.step() as version:`, or `async with` in async servers.
 
-        An update waits for open steps. A step waits while parameters are written: `async with` leaves
-        the loop free meanwhile, `with` blocks the thread. A step inside another one begins at once.
+        An update waits for open steps, and on a GPU for what they have submitted to the stream that is
+        current when they end, in whichever thread. A step waits while parameters are written: `async with`
+        leaves the loop free meanwhile, `with` blocks the thread. A step inside another one begins at once.
         `version` is None before the first update.
 
         Raises:

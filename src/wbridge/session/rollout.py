@@ -15,7 +15,7 @@ import msgspec
 from wbridge.config import Config
 from wbridge.control.messages import Committed, EpochStart, FlowMessage, TakeDigest
 from wbridge.control.planning import leader_address
-from wbridge.device.base import Device, Event, Stream
+from wbridge.device.base import AnyStream, Device, Event
 from wbridge.engine.apply import Destinations
 from wbridge.engine.lockstep import Instruction, Lockstep, Written
 from wbridge.engine.receive import ReceiveEngine
@@ -98,7 +98,7 @@ class Rollout:
         lockstep.follower.counter += 1
         return lockstep.follower.flag or self._worker.loop.is_forked
 
-    def poll(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
+    def poll(self, wait_s: float | None, stream: AnyStream | None) -> Script[Update | None]:
         """Drive a counted poll to its end."""
         until_s = None if wait_s is None else self._worker.loop.clock() + wait_s
         self._is_cancelled = False
@@ -111,14 +111,14 @@ class Rollout:
                 return None
             self.begin_poll()
 
-    def _poll_once(self, wait_s: float | None, stream: Stream | None) -> Script[Update | None]:
+    def _poll_once(self, wait_s: float | None, stream: AnyStream | None) -> Script[Update | None]:
         lockstep, readiness = self._lockstep, self._readiness
         assert lockstep is not None and readiness is not None
         clock = UpdateClock(slept=wait_s is not None and not lockstep.follower.flag)
         refusal: BaseException | None = None
         self._applying = None
         self._pausing.begin_poll()
-        place = (stream or self._worker.current_stream(), get_ident())
+        place = (self._worker.stream_of_caller(stream), get_ident())
         instruction = yield from self._ask(readiness.begin, clock, *place, wait_s is not None, wait_s=wait_s)
         while True:
             match instruction:
@@ -174,7 +174,7 @@ class Rollout:
         self._is_cancelled = True
         self._worker.loop.call(self._lockstep.cancel_poll)
 
-    def _before_apply(self, stream: Stream | None) -> Script[BaseException | None]:
+    def _before_apply(self, stream: AnyStream | None) -> Script[BaseException | None]:
         """Get this worker ready to be written; what fails is the reason to refuse."""
         destinations, lockstep, readiness = self._destinations, self._lockstep, self._readiness
         assert destinations is not None and lockstep is not None and readiness is not None
@@ -182,7 +182,7 @@ class Rollout:
         if refusal is None:
             drain = self._pausing.drain(self._worker.loop, lockstep.wait_instruction, self._cancel_poll)
             if (yield from drain):
-                readiness.after = (stream or self._worker.current_stream()).record()  # behind open steps
+                readiness.after = self._worker.behind_steps(self._worker.stream_of_caller(stream))
         return refusal
 
     def _finish(self) -> Script[str]:
@@ -219,7 +219,10 @@ class Rollout:
         self.serving = Serving(tainted=reason)
 
     def step(self, on_success: Callable[[], None] | None = None) -> Step:
-        return Step(self.gate, lambda: self.serving.usable(self._target.worker), on_success)
+        def version() -> int | None:
+            return self.serving.usable(self._target.worker)
+
+        return Step(self.gate, version, on_success, self._worker.step_ends)
 
     def rebind(self) -> Script[None]:
         """See `wbridge.ReceiverAdapter.rebind`."""
@@ -267,6 +270,7 @@ class Rollout:
             self._pausing,
             tasks,
             check=self._destinations.check,
+            behind_steps=self._worker.behind_steps,
             wait_readers=self._wait_readers,
         )
         return Addresses(transport, address)

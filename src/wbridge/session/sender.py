@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Literal
 
 from wbridge.config import Config, Mode
-from wbridge.device.base import Device, Stream
+from wbridge.device.base import AnyStream, Device
 from wbridge.flow.standings import EngineStatus
 from wbridge.ids import Epoch
 from wbridge.observe.stats import SendStats
@@ -50,14 +50,14 @@ class SenderAdapter:
         await drive_async(self._trainer.connect(timeout_s))
 
     async def send_weights(
-        self, version: int, metadata: Metadata | None = None, *, stream: Stream | None = None
+        self, version: int, metadata: Metadata | None = None, *, stream: AnyStream | None = None
     ) -> Delivery:
         """Publish the weights as they are now, labelled `version`; every trainer rank calls it.
 
         Returns when the weights may change again: with direct staging when every served engine has
         landed them, with pinned staging when the snapshot is taken. `metadata`, a msgpack-able mapping
-        of at most 64 KiB, travels from rank 0. `stream` is where the weights were last written; None
-        means the caller's current one.
+        of at most 64 KiB, travels from rank 0. `stream`, such as a `torch.cuda.Stream`, is where the weights
+        were last written; None means the caller's current one.
 
         Cancelled: before all ranks have called, withdraws this call for all of them; afterwards aborts
         the version with direct staging, and only stops waiting with pinned staging.

@@ -25,11 +25,17 @@ class Step:
     """
 
     def __init__(
-        self, gate: StepGate, version: Callable[[], int | None], on_success: Callable[[], None] | None = None
+        self,
+        gate: StepGate,
+        version: Callable[[], int | None],
+        on_success: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
+        """`on_end` is called in the thread that leaves the step, also if it has failed."""
         self._gate = gate
         self._version = version
         self._on_success = on_success
+        self._on_end = on_end
         self._outer: Step | None = None
         self._is_open = False
         self._thread = 0
@@ -59,6 +65,8 @@ class Step:
 
     def _leave(self, kind: type[BaseException] | None) -> None:
         try:
+            if self._on_end is not None:
+                self._on_end()
             if kind is None and self._on_success is not None:
                 self._on_success()
         finally:

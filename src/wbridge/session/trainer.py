@@ -14,7 +14,7 @@ import msgspec
 from wbridge.config import Config, Mode
 from wbridge.control.agreement import adopt
 from wbridge.control.messages import Committed, EpochStart, FlowMessage, Value
-from wbridge.device.base import Device, Event, Stream
+from wbridge.device.base import AnyStream, Device, Event
 from wbridge.engine.wire import DataFrame
 from wbridge.errors import BarrierTimeout, ConfigError, PeerLost, UpdateAborted, WBridgeError
 from wbridge.flow.messages import Credit, Placed
@@ -63,18 +63,18 @@ class Trainer:
         return self._worker.connect(self, self._source, timeout_s)
 
     def send_weights(
-        self, version: int, metadata: Metadata | None, stream: Stream | None
+        self, version: int, metadata: Metadata | None, stream: AnyStream | None
     ) -> Script[Publication]:
         packed = pack_metadata(metadata)
         begun_s = time.perf_counter()
-        after = (stream or self._worker.current_stream()).record()
+        after = self._worker.stream_of_caller(stream).record()
         call = self._worker.loop.submit(functools.partial(self._send, version, packed, after))
         publication: Publication = yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
         self.last_send = SendStats(time.perf_counter() - begun_s, self.standings.lag)
         return publication
 
     def verify(self) -> Script[Verification]:
-        after = self._worker.current_stream().record()
+        after = self._worker.stream_of_caller().record()
         call = self._worker.loop.submit(functools.partial(self._verify, after))
         found: Verification = yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -27,8 +28,8 @@ from wbridge.control.rendezvous import (
     withdraw,
 )
 from wbridge.control.tcp import split_address
-from wbridge.device.base import Access, Device, Stream
-from wbridge.device.select import find_access, open_device
+from wbridge.device.base import Access, AnyStream, Device, Event, Stream
+from wbridge.device.select import find_access, home_of, open_device
 from wbridge.discovery.discover import discover
 from wbridge.engine.wire import DataFrame, decode
 from wbridge.errors import EndpointClosed, InternalError
@@ -97,6 +98,8 @@ class Worker:
         self._device_name = "cpu"
         self._access = Access()
         self._caller_device: Device | None = device
+        self._readers: Stream | None = None
+        self._opening = threading.Lock()
         self._epoch_device: Device | None = None
         self._holdings: Holdings | None = None
         self._member: Member | None = None
@@ -116,7 +119,7 @@ class Worker:
         if self._closed or self._member is not None:
             raise EndpointClosed(f"{self.job.worker}: connect() once, on an open adapter; make a new one")
         devices = [str(t.device) for t in described.parameters.values()]
-        self._device_name = devices[0] if devices else "cpu"
+        self._device_name = home_of(devices)
         self._access = find_access(devices)
         self.source_map = yield Run(discover_map, described, self.job.config)
         self.loop.start()
@@ -126,11 +129,41 @@ class Worker:
         running = self._running = self.loop.submit(lambda: self._run(member, host))
         yield Wait(member.connected, lambda: self.loop.cancel(running))
 
-    def current_stream(self) -> Stream:
-        """The calling thread's own stream."""
+    def stream_of_caller(self, given: AnyStream | None = None) -> Stream:
+        """The stream that the application has given, else the calling thread's current one.
+
+        Raises:
+            ConfigError: a stream of another library was given that orders nothing on this worker's device.
+        """
         if self._caller_device is None:
             self._caller_device = open_device(self._device_name, copy_threads=self.job.config.copy_threads)
-        return self._caller_device.current_stream()
+        if given is None:
+            return self._caller_device.current_stream()
+        return given if isinstance(given, Stream) else self._caller_device.wrap_stream(given)
+
+    def step_ends(self) -> None:
+        """What the calling thread has submitted so far may read the weights; see `behind_steps`."""
+        stream = self.stream_of_caller()
+        if stream.is_capturing:
+            return
+        read = stream.record()
+        if not read.is_done():
+            self._open_readers().wait_event(read)
+
+    def behind_steps(self, stream: Stream) -> Event:
+        """Mark the point behind what was submitted to `stream`, and to those in which steps have ended."""
+        event = stream.record()
+        if self._readers is None:
+            return event
+        self._readers.wait_event(event)
+        return self._readers.record()
+
+    def _open_readers(self) -> Stream:
+        assert self._caller_device is not None
+        with self._opening:
+            if self._readers is None:
+                self._readers = self._caller_device.open_stream("readers")
+        return self._readers
 
     @property
     def counters(self) -> dict[str, int]:
@@ -153,6 +186,8 @@ class Worker:
                 self.loop.stop(wait=has_ended)
             if not has_ended:
                 _log.warning("closing took too long, a thread stays", extra={"adapter": self.loop.name})
+        if self._readers is not None and has_ended:
+            self._readers.close()
         if has_ended and self._given_device is None and self._caller_device is not None:
             self._caller_device.close()  # else a thread, or the parent of this fork, uses it
         if self._member is not None and self._member.failure is not None:

@@ -6,10 +6,11 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 import anyio
 
-from wbridge.device.base import Buffer, Event, MemoryKind, PeerMemory, Stream
+from wbridge.device.base import Buffer, Event, ForeignStream, MemoryKind, PeerMemory, Stream
 from wbridge.device.cpu import CpuDevice
 from wbridge.errors import EndpointClosed
 
@@ -53,6 +54,9 @@ class LoopDevice:
     def current_stream(self) -> Stream:
         return self._cpu.current_stream()
 
+    def wrap_stream(self, stream: ForeignStream) -> Stream:
+        return self._cpu.wrap_stream(stream)
+
     def close(self) -> None:
         """Run all submitted work and end all streams. Idempotent."""
         for stream in self._streams:
@@ -62,6 +66,8 @@ class LoopDevice:
 
 class LoopStream:
     """A queue of work that the loop runs in order."""
+
+    is_capturing: Final = False
 
     def __init__(self, name: str, delay_s: float) -> None:
         self.name = name

@@ -7,7 +7,7 @@ import pytest
 from wbridge.device import cuda
 from wbridge.device.base import HOST, Access
 from wbridge.device.cpu import CpuDevice
-from wbridge.device.select import find_access, open_device
+from wbridge.device.select import find_access, home_of, open_device
 from wbridge.errors import ConfigError
 
 
@@ -34,3 +34,16 @@ def test_gpu_memory_is_reached_only_where_all_tensors_are_on_one(monkeypatch: py
     assert find_access(["cuda:1", "cuda:1"]) == on_gpu
     assert find_access(["cuda:1", "cpu"]) == find_access(["cuda:0", "cuda:1"]) == Access(memory="")
     assert find_access(["cpu"]) == find_access([]) == Access(memory=HOST, writes=(HOST,))
+
+
+def test_streams_are_those_of_the_one_gpu_whatever_lies_on_the_host() -> None:
+    """For a stream of the host a copy on a GPU is over when it has been launched."""
+    assert home_of(["cpu", "cuda:1", "cpu"]) == home_of(["cuda:1"]) == "cuda:1"
+    assert home_of(["cpu"]) == home_of([]) == "cpu"
+    assert home_of(["cpu", "meta"]) == "meta"
+
+
+def test_parameters_on_several_gpus_are_refused() -> None:
+    """No stream of one orders what happens on the other."""
+    with pytest.raises(ConfigError, match=r"parameters on cuda:0 and cuda:1: a worker has one GPU"):
+        home_of(["cuda:1", "cpu", "cuda:0"])
