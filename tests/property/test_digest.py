@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.property.layout_strategies import SIZES, elements, regions
+from tests.unit.device.grid import COMPILER, grid_digest
 from wbridge.device import digest
-from wbridge.device.digest import Digester, Part
+from wbridge.device.digest import Digester, Part, digested
+from wbridge.device.kernels import digests
+from wbridge.device.kernels.digests import can_digest
+from wbridge.errors import LayoutError
 from wbridge.layout.coordinates import Coordinates
 from wbridge.layout.region import Region, Strided
 from wbridge.layout.source_map import Mapped, ParameterSpec, SourceMap, TensorSpec
@@ -130,3 +135,84 @@ def test_coordinates_are_those_of_the_map(drawn: st.DataObject) -> None:
     )
     found = Coordinates(source_map).find("p", "w", region.extents, region.target)
     assert list(elements(region.extents, found)) == list(elements(region.extents, region.source))
+
+
+# The kernel of GPUs, on the CPU --------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="g++ compiles the kernel for the CPU")
+WIRES = [
+    *[
+        (name, name)
+        for name in ("float64", "float32", "bfloat16", "float16", "int8", "int64", "bool", "complex64")
+    ],
+    *[(name, name) for name in ("float8_e5m2", "float8_e4m3fn")],
+    *[("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16"), ("float16", "bfloat16")],
+]
+
+
+def any_bits(num_elements: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Infinities, subnormal numbers and NaNs of all kinds among them."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    drawn = torch.randint(0, high, (num_elements * dtype.itemsize,), generator=generator).to(torch.uint8)
+    if dtype.is_floating_point and num_elements > 3:
+        drawn[: dtype.itemsize] = 0xFF
+        drawn[2 * dtype.itemsize : 3 * dtype.itemsize] = 0
+    return drawn.view(dtype)
+
+
+def assert_as_by_torch(parts: list[Part], tensors: dict[str, torch.Tensor]) -> None:
+    digester = Digester(parts, tensors)
+    digester.run()
+    places = {key: place for place, key in enumerate(dict.fromkeys((p.key, p.tensor) for p in parts))}
+    found = grid_digest([digested(part, tensors, places) for part in parts], len(places))
+    assert {key: digester.sums()[key[0]][key[1]] for key in places} == {
+        k: found[n] for k, n in places.items()
+    }
+
+
+@needs_compiler
+@given(drawn=st.data(), wire=st.sampled_from(WIRES), seed=st.integers(0, 99))
+def test_the_kernel_finds_what_torch_finds(drawn: st.DataObject, wire: tuple[str, str], seed: int) -> None:
+    """Of any layout, any bits and any number of parts that share sums."""
+    num_elements = drawn.draw(SIZES)
+    region = drawn.draw(regions(num_elements, ("slice", "split", "permute", "merge", "select", "flip")))
+    whole = Part("a", "v", "q", (num_elements,), Strided(0, (1,)), Strided(7, (3,)), wire[1])
+    tensor = held(region, any_bits(num_elements, seed, getattr(torch, wire[0])))
+    part = Part("a", "w", "p", region.extents, region.target, region.source, wire[1])
+    tensors = {"p": tensor, "q": any_bits(num_elements, seed + 1, getattr(torch, wire[0]))}
+    assert_as_by_torch([part, whole, msgspec.structs.replace(part, key="b"), part], tensors)
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_elements", [1, 127, 4096, 4097, 100_000])
+def test_the_kernel_digests_tensors_of_any_size(num_elements: int) -> None:
+    tensors = {"p": any_bits(num_elements, 3, torch.bfloat16)}
+    everything = Part("", "w", "p", (num_elements,), Strided(0, (1,)), Strided(0, (1,)), "bfloat16")
+    scalar = Part("", "s", "p", (), Strided(0, ()), Strided(0, ()), "bfloat16")
+    assert_as_by_torch([everything, scalar], tensors)
+
+
+@needs_compiler
+def test_parts_that_are_too_large_for_the_kernel_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_MAX_ELEMENTS", 10)
+    part = Part("", "w", "p", (7, 11, 2), Strided(3, (22, 1, 11)), Strided(5, (1, 14, 7)), "float32")
+    assert_as_by_torch([part], {"p": any_bits(200, 4, torch.float32)})
+
+
+def test_what_the_kernel_does_not_know_is_left_to_torch() -> None:
+    known = {(a, b): can_digest(getattr(torch, a), getattr(torch, b)) for a, b in WIRES}
+    assert all(known.values())
+    assert not can_digest(torch.float32, torch.float8_e5m2)
+    assert not can_digest(torch.float8_e4m3fnuz, torch.float8_e4m3fnuz)
+    assert not can_digest(torch.complex128, torch.complex128)
+
+
+def test_memory_that_was_taken_away_is_not_read() -> None:
+    """A kernel that reads it ends the GPU's use for the process."""
+    tensor = torch.zeros(8)
+    part = Part("", "w", "p", (8,), Strided(0, (1,)), Strided(0, (1,)), "float32")
+    digested(part, {"p": tensor}, {("", "w"): 0})
+    tensor.untyped_storage().resize_(28)
+    with pytest.raises(LayoutError, match="p: its memory was taken away"):
+        digested(part, {"p": tensor}, {("", "w"): 0})

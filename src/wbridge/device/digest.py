@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
 
 import msgspec
 import torch
 
-from wbridge.device.copy import Tensors
+from wbridge.device.copy import Tensors, last_element
+from wbridge.device.kernels.digests import Digested, DigestTable, can_digest
+from wbridge.device.kernels.program import why_missing
 from wbridge.errors import LayoutError
 from wbridge.layout.region import Strided
 
@@ -38,37 +40,109 @@ class Part(msgspec.Struct, frozen=True):
     dtype: str
 
 
+Key: TypeAlias = tuple[str, str]
+"""Of a sum: the part's key, and the checkpoint tensor."""
+
+
 class Digester:
     """Sums up one 64-bit value per element, a mix of tensor name, index in the checkpoint and bits.
 
     Sums are mod 2^64, so neither the order nor the division into parts matters; one element with other
     bits always changes the sum. All NaNs of a float type count as the same, since casts do not keep them
     apart.
+
+    On a GPU one kernel digests all parts whose dtypes it knows; torch does the rest, element by element in
+    some forty passes.
     """
 
     def __init__(self, parts: Iterable[Part], tensors: Tensors) -> None:
-        self._parts = tuple(parts)
-        self._tensors = tensors
-        self._sums: dict[tuple[str, str], torch.Tensor] = {}
+        by_device: dict[torch.device, list[Part]] = {}
+        for part in parts:
+            by_device.setdefault(tensors[part.parameter].device, []).append(part)
+        self._sums = [_Sums(device, parts, tensors) for device, parts in by_device.items()]
 
     def run(self) -> None:
         """Read every part now, in the calling thread; to be submitted to a stream."""
         with torch.inference_mode():
-            for part in self._parts:
-                total = _sum_of(part, self._tensors[part.parameter])
-                key = (part.key, part.tensor)
-                self._sums[key] = self._sums[key] + total if key in self._sums else total
+            for sums in self._sums:
+                sums.run()
 
     def sums(self) -> dict[str, dict[str, int]]:
         """Return the sum for each key and checkpoint tensor, once the stream has run it."""
         found: dict[str, dict[str, int]] = {}
-        for (key, tensor), total in self._sums.items():
-            found.setdefault(key, {})[tensor] = int(total.item()) % 2**64
+        for sums in self._sums:
+            for (key, tensor), total in sums.found().items():
+                of_key = found.setdefault(key, {})
+                of_key[tensor] = (of_key.get(tensor, 0) + total) % 2**64
         return found
 
 
+class _Sums:
+    """The sums of one device's parts, in the host's memory when the device has come that far."""
+
+    def __init__(self, device: torch.device, parts: Sequence[Part], tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._places: dict[Key, int] = {}
+        for part in parts:
+            self._places.setdefault((part.key, part.tensor), len(self._places))
+        self._device = device
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(len(self._places), dtype=torch.int64, pin_memory=is_cuda)
+        has_kernel = is_cuda and why_missing(device.index) is None
+        by_kernel = [part for part in parts if has_kernel and _is_for_kernel(part, tensors)]
+        self._by_torch = [part for part in parts if not (has_kernel and _is_for_kernel(part, tensors))]
+        self._table: DigestTable | None = None
+        if by_kernel:
+            described = [digested(part, tensors, self._places) for part in by_kernel]
+            self._table = DigestTable(described, device.index)
+
+    def run(self) -> None:
+        sums = torch.zeros(len(self._places), dtype=torch.int64, device=self._device)
+        for part in self._by_torch:
+            sums[self._places[part.key, part.tensor]] += _sum_of(part, self._tensors[part.parameter])
+        if self._table is not None:
+            self._table.add_to(sums)
+        self._host.copy_(sums, non_blocking=True)
+
+    def found(self) -> dict[Key, int]:
+        totals = self._host.tolist()
+        return {key: totals[place] for key, place in self._places.items()}
+
+
+def digested(part: Part, tensors: Tensors, places: Mapping[Key, int]) -> Digested:
+    """Return the part as the kernel is told of it; it keeps no tensor.
+
+    Raises:
+        LayoutError: the tensor is smaller than it was, as after its storage was resized.
+    """
+    tensor = tensors[part.parameter]
+    size = tensor.itemsize
+    last = part.elements.offset + last_element(part.extents, part.elements.strides)
+    if (int(tensor.storage_offset()) + last + 1) * size > tensor.untyped_storage().nbytes():
+        raise LayoutError(f"{part.parameter}: its memory was taken away; bring it back, and verify again")
+    return Digested(
+        address=tensor.data_ptr() + part.elements.offset * size,
+        first=part.checkpoint.offset,
+        seed=_seed(part.tensor),
+        dtype=tensor.dtype,
+        wire=getattr(torch, part.dtype),
+        extents=part.extents,
+        steps=tuple(stride * size for stride in part.elements.strides),
+        checkpoint_steps=part.checkpoint.strides,
+        sum=places[part.key, part.tensor],
+    )
+
+
+def _is_for_kernel(part: Part, tensors: Tensors) -> bool:
+    return can_digest(tensors[part.parameter].dtype, getattr(torch, part.dtype))
+
+
+def _seed(tensor: str) -> int:
+    return int.from_bytes(hashlib.blake2b(tensor.encode(), digest_size=8).digest(), "little")
+
+
 def _sum_of(part: Part, tensor: torch.Tensor) -> torch.Tensor:
-    seed = int.from_bytes(hashlib.blake2b(part.tensor.encode(), digest_size=8).digest(), "little")
+    seed = _seed(part.tensor)
     dtype = getattr(torch, part.dtype)
     if dtype.itemsize not in _BITS:
         raise LayoutError(f"{part.parameter}: elements of {dtype.itemsize} bytes cannot be digested")

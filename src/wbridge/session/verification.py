@@ -75,7 +75,8 @@ class Holdings:
 
     async def _run(self, parts: list[Part], after: Event | None) -> Sums:
         self._check_lasts()
-        digester = Digester(parts, self._tensors)
+        digester = await anyio.to_thread.run_sync(Digester, parts, self._tensors)
+        self._check_lasts()
         stream = self._device.open_stream("digest")
         try:
             if after is not None:

@@ -1,4 +1,4 @@
-// Just enough CUDA to run strided.cu on a CPU: one thread is each warp in turn, and all lanes of it.
+// Just enough CUDA to run the kernels on a CPU: one thread is each warp in turn, and all lanes of it.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -37,14 +37,32 @@ static inline float __uint_as_float(unsigned bits) {
     return value;
 }
 
-#include KERNEL_SOURCE
+static inline std::uint64_t atomicAdd(unsigned long long *sum, unsigned long long value) {
+    const unsigned long long before = *sum;
+    *sum += value;
+    return before;
+}
 
-extern "C" void run_grid(unsigned num_blocks, const Copy *copies, const Loop *loops, const U32 *tiles,
-                         I64 num_tiles, char *slot, I64 into_slot) {
+#include COPY_SOURCE
+#include DIGEST_SOURCE
+
+// Calls `kernel` for each warp of each block.
+template <class Kernel>
+static void for_each_warp(unsigned num_blocks, Kernel kernel) {
     gridDim.x = num_blocks;
     for (blockIdx.x = 0; blockIdx.x < num_blocks; ++blockIdx.x)
         for (unsigned warp = 0; warp < warps; ++warp) {
             threadIdx.x = warp * lanes;
-            copy_table(copies, loops, tiles, num_tiles, slot, into_slot);
+            kernel();
         }
+}
+
+extern "C" void run_grid(unsigned num_blocks, const Copy *copies, const Loop *loops, const U32 *tiles,
+                         I64 num_tiles, char *slot, I64 into_slot) {
+    for_each_warp(num_blocks, [=] { copy_table(copies, loops, tiles, num_tiles, slot, into_slot); });
+}
+
+extern "C" void run_digest(unsigned num_blocks, const Part *parts, const Loop *loops, const U32 *tiles, I64 num_tiles,
+                           U64 *sums) {
+    for_each_warp(num_blocks, [=] { digest_table(parts, loops, tiles, num_tiles, sums); });
 }

@@ -1,4 +1,4 @@
-"""GridTable: the source of the CUDA kernel, compiled as C++ and run on the CPU."""
+"""GridTable, grid_digest: the sources of the CUDA kernels, compiled as C++ and run on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from wbridge.device.base import Buffer
-from wbridge.device.kernels.descriptors import build_descriptors
+from wbridge.device.kernels.descriptors import Descriptors, build_descriptors
+from wbridge.device.kernels.digests import Digested, describe
 from wbridge.device.tables import Row
 
 COMPILER = shutil.which("g++")
@@ -34,13 +35,8 @@ class GridTable:
     def run(self, buffer: Buffer, base: int) -> None:
         memory = buffer.tensor
         assert isinstance(memory, torch.Tensor)
-        start = self._table.memory.data_ptr()
         library().run_grid(
-            ctypes.c_uint(NUM_BLOCKS),
-            *map(
-                ctypes.c_void_p, (start, start + self._table.loops_offset, start + self._table.tiles_offset)
-            ),
-            ctypes.c_int64(self._table.num_tiles),
+            *_described(self._table),
             ctypes.c_void_p(memory.data_ptr() + base),
             ctypes.c_int64(self._into_slot),
         )
@@ -49,11 +45,24 @@ class GridTable:
         return
 
 
+def grid_digest(parts: Sequence[Digested], num_sums: int) -> list[int]:
+    """Return the sums that the kernel makes of the parts."""
+    table, sums = describe(parts), torch.zeros(num_sums, dtype=torch.int64)
+    library().run_digest(*_described(table), ctypes.c_void_p(sums.data_ptr()))
+    return [total % 2**64 for total in sums.tolist()]
+
+
+def _described(table: Descriptors) -> Sequence[object]:
+    start = table.memory.data_ptr()
+    addresses = (start, start + table.loops_offset, start + table.tiles_offset)
+    return ctypes.c_uint(NUM_BLOCKS), *map(ctypes.c_void_p, addresses), ctypes.c_int64(table.num_tiles)
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile with the undefined-behaviour sanitizer: an access that a GPU refuses, a misaligned one, ends
     the process with a message."""
-    source = str(files("wbridge.device.kernels") / "strided.cu")
+    folder_of_sources = files("wbridge.device.kernels")
     assert COMPILER is not None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "grid.so"
@@ -61,6 +70,8 @@ def library() -> ctypes.CDLL:
         options += ["-fsanitize=undefined", "-fno-sanitize-recover=all", "-static-libubsan"]
         if "libasan" in os.environ.get("LD_PRELOAD", ""):  # `nox -s sanitize`
             options.append("-fsanitize=address")
-        options += [f'-DKERNEL_SOURCE="{source}"', "-o", str(path)]
+        for name, source in (("COPY", "strided.cu"), ("DIGEST", "digest.cu")):
+            options.append(f'-D{name}_SOURCE="{folder_of_sources / source}"')
+        options += ["-o", str(path)]
         subprocess.run([COMPILER, *options, str(Path(__file__).with_name("grid.cpp"))], check=True)
         return ctypes.CDLL(str(path))

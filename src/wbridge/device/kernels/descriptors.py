@@ -44,7 +44,7 @@ _CASTS: Final = {
 
 
 class Descriptors(msgspec.Struct, frozen=True):
-    """One table in the host's memory: copies, loops and the copy of each tile, one after the other."""
+    """One table in the host's memory: items, loops and the item of each tile, one after the other."""
 
     memory: torch.Tensor
     loops_offset: int
@@ -52,8 +52,8 @@ class Descriptors(msgspec.Struct, frozen=True):
     num_tiles: int
 
 
-class _Loop(NamedTuple):
-    """Strides in bytes."""
+class Loop(NamedTuple):
+    """Steps in bytes, but for those of a digest in the checkpoint."""
 
     extent: int
     to: int
@@ -68,7 +68,7 @@ class _Copy(NamedTuple):
     slot: int
     num_items: int
     cost: int
-    loops: tuple[_Loop, ...]
+    loops: tuple[Loop, ...]
 
 
 def can_copy(row: Row) -> bool:
@@ -94,23 +94,28 @@ def build_descriptors(rows: Sequence[Row], *, into_slot: bool) -> Descriptors:
             len(copy.loops),
             copy.kind,
         )
-        loops += b"".join(map(_packed_loop, copy.loops))
+        loops += b"".join(map(pack_loop, copy.loops))
         num_loops += len(copy.loops)
         tiles_of.append(-(-copy.num_items // per_tile))
         num_tiles += tiles_of[-1]
+    return join(packed, loops, tiles_of)
+
+
+def join(items: bytearray, loops: bytearray, tiles_of: Sequence[int]) -> Descriptors:
+    """One table of items, which have so many tiles each, and of their loops."""
     tiles = torch.repeat_interleave(torch.tensor(tiles_of, dtype=torch.int32))
     tables = (
-        torch.frombuffer(packed + loops, dtype=torch.uint8) if copies else torch.empty(0, dtype=torch.uint8)
+        torch.frombuffer(items + loops, dtype=torch.uint8) if tiles_of else torch.empty(0, dtype=torch.uint8)
     )
     return Descriptors(
         memory=torch.cat((tables, tiles.to(torch.int32).view(torch.uint8))),
-        loops_offset=len(packed),
-        tiles_offset=len(packed) + len(loops),
-        num_tiles=num_tiles,
+        loops_offset=len(items),
+        tiles_offset=len(items) + len(loops),
+        num_tiles=sum(tiles_of),
     )
 
 
-def _packed_loop(loop: _Loop) -> bytes:
+def pack_loop(loop: Loop) -> bytes:
     shift = (loop.extent - 1).bit_length()
     magic = ((1 << 32) * ((1 << shift) - loop.extent)) // loop.extent + 1
     return _LOOP.pack(loop.to, loop.from_, loop.extent, magic, shift)
@@ -123,7 +128,7 @@ def _iter_copies(row: Row, *, into_slot: bool) -> Iterator[_Copy]:
     inside = [stride * itemsize for stride in row.strides]
     outside = [stride * slot_itemsize for stride in row.slot_strides]
     to, from_ = (outside, inside) if into_slot else (inside, outside)
-    loops = _merged(map(_Loop, row.extents, to, from_))
+    loops = merge(map(Loop, row.extents, to, from_))
     parameter = row.tensor.untyped_storage().data_ptr() + row.offset * itemsize
     if row.tensor.dtype == row.slot_dtype:
         copies = _iter_moves(parameter, row.slot_offset, itemsize, loops)
@@ -134,9 +139,9 @@ def _iter_copies(row: Row, *, into_slot: bool) -> Iterator[_Copy]:
         yield from _iter_parts(copy, into_slot=into_slot)
 
 
-def _merged(loops: Iterable[_Loop]) -> list[_Loop]:
+def merge(loops: Iterable[Loop]) -> list[Loop]:
     """The loops in the order in which the destination is written, contiguous ones made one."""
-    merged: list[_Loop] = []
+    merged: list[Loop] = []
     for loop in sorted((loop for loop in loops if loop.extent > 1), key=lambda loop: (loop.to, loop.from_)):
         inner = merged[-1] if merged else None
         if inner and (loop.to, loop.from_) == (inner.extent * inner.to, inner.extent * inner.from_):
@@ -146,7 +151,7 @@ def _merged(loops: Iterable[_Loop]) -> list[_Loop]:
     return merged
 
 
-def _iter_moves(parameter: int, slot: int, itemsize: int, loops: list[_Loop]) -> Iterator[_Copy]:
+def _iter_moves(parameter: int, slot: int, itemsize: int, loops: list[Loop]) -> Iterator[_Copy]:
     """Equal dtypes, as bits: squares of a transposition, else vectors as wide as everything is aligned."""
     run = itemsize
     if loops and loops[0][1:] == (itemsize, itemsize):
@@ -175,13 +180,13 @@ def _iter_vectors(parameter: int, slot: int, run: int) -> Iterator[_Copy]:
         start += nbytes
 
 
-def _move(parameter: int, slot: int, run: int, loops: list[_Loop], width: int) -> _Copy:
-    whole = (_Loop(run // width, width, width), *loops)
+def _move(parameter: int, slot: int, run: int, loops: list[Loop], width: int) -> _Copy:
+    whole = (Loop(run // width, width, width), *loops)
     kind = _FIRST_MOVE + width.bit_length() - 1
     return _copy(kind, parameter, slot, max(width, _MIN_ITEM_COST), whole)
 
 
-def _transpose(parameter: int, slot: int, size: int, loops: list[_Loop]) -> _Copy:
+def _transpose(parameter: int, slot: int, size: int, loops: list[Loop]) -> _Copy:
     kind = _FIRST_TRANSPOSE + size.bit_length() - 1
     across, along = _SQUARES[size]
     count = -(-loops[0].extent // across) * -(-loops[1].extent // along)
@@ -190,7 +195,7 @@ def _transpose(parameter: int, slot: int, size: int, loops: list[_Loop]) -> _Cop
     return _Copy(kind, parameter, slot, count, across * along * size, tuple(loops))
 
 
-def _cast(pair: tuple[torch.dtype, torch.dtype], parameter: int, slot: int, loops: list[_Loop]) -> _Copy:
+def _cast(pair: tuple[torch.dtype, torch.dtype], parameter: int, slot: int, loops: list[Loop]) -> _Copy:
     source, target = (dtype.itemsize for dtype in pair)
     run = 1
     if loops and loops[0][1:] == (target, source):
@@ -200,16 +205,16 @@ def _cast(pair: tuple[torch.dtype, torch.dtype], parameter: int, slot: int, loop
     units += [unit for loop in loops for unit in ((loop.to, target), (loop.from_, source))]
     is_wide = run % _CAST_ITEMS == 0 and all(at % (_CAST_ITEMS * size) == 0 for at, size in units)
     width = _CAST_ITEMS if is_wide else 1
-    whole = (_Loop(run // width, width * target, width * source), *loops)
+    whole = (Loop(run // width, width * target, width * source), *loops)
     return _copy(_CASTS[pair] + is_wide, parameter, slot, width * max(source, target), whole)
 
 
-def _copy(kind: int, parameter: int, slot: int, cost: int, loops: Iterable[_Loop]) -> _Copy:
+def _copy(kind: int, parameter: int, slot: int, cost: int, loops: Iterable[Loop]) -> _Copy:
     kept = [loop for loop in loops if loop.extent > 1]
     count = 1
     for loop in kept:
         count *= loop.extent
-    return _Copy(kind, parameter, slot, count, cost, tuple(kept or [_Loop(1, 0, 0)]))
+    return _Copy(kind, parameter, slot, count, cost, tuple(kept or [Loop(1, 0, 0)]))
 
 
 def _iter_parts(copy: _Copy, *, into_slot: bool) -> Iterator[_Copy]:

@@ -1,4 +1,4 @@
-"""The compiled kernel: NVRTC makes it for each architecture at first use, and a directory keeps it."""
+"""The compiled kernels: NVRTC makes them for each architecture at first use, and a directory keeps them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from wbridge.errors import NativeUnavailable
 
 CACHE_VARIABLE: Final = "WBRIDGE_KERNEL_CACHE"
 KERNEL: Final = "copy_table"
+_SOURCES: Final = ("strided.cu", "digest.cu")
+"""One program: each uses what is in those before it."""
 _REMEDY: Final = "install wbridge[cu12] or wbridge[cu13], whichever torch was built for"
 
 
@@ -32,8 +34,8 @@ def why_missing(device_index: int) -> str | None:
 
 
 @functools.cache
-def load_kernel(device_index: int) -> Any:  # each version of cuda.core has its own Kernel
-    """Return the kernel for this GPU, from the cache or compiled now, which takes about a second.
+def load_kernel(device_index: int, name: str = KERNEL) -> Any:  # each version of cuda.core has its own Kernel
+    """Return a kernel for this GPU, from the cache or compiled now, which takes about a second.
 
     Raises:
         NativeUnavailable: cuda.core or NVRTC is missing, or they do not know this GPU.
@@ -46,9 +48,17 @@ def load_kernel(device_index: int) -> Any:  # each version of cuda.core has its 
     try:
         with torch.cuda.device(device_index):
             core.Device(device_index).set_current()
-            return core.ObjectCode.from_cubin(cubin).get_kernel(KERNEL)
+            return core.ObjectCode.from_cubin(cubin).get_kernel(name)
     except Exception as exc:  # each version of cuda.core has its own error types
-        raise NativeUnavailable(f"the copy kernel for {arch} does not load: {exc}; {_REMEDY}") from exc
+        raise NativeUnavailable(f"the kernels for {arch} do not load: {exc}; {_REMEDY}") from exc
+
+
+def launch(device_index: int, stream: torch.cuda.Stream, kernel: Any, config: Any, *arguments: int) -> None:
+    """Start a kernel in a stream of this GPU, whichever is current in this thread. `Any`: as above."""
+    core = import_core()
+    with torch.cuda.device(device_index):
+        core.Device(device_index).set_current()  # torch alone leaves a new thread without a context
+        core.launch(core.Stream.from_handle(stream.cuda_stream), config, kernel, *arguments)
 
 
 @functools.cache
@@ -75,9 +85,9 @@ def load_cubin(arch: str, cache: Cache) -> bytes:
     Raises:
         NativeUnavailable: cuda.core or NVRTC is missing, or does not know the architecture.
     """
-    source = files(__package__).joinpath("strided.cu").read_text(encoding="utf-8")
+    source = "\n".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SOURCES)
     key = "\0".join((source, arch, _nvrtc_version()))
-    name = f"strided-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.cubin"
+    name = f"kernels-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.cubin"
     cubin = cache.load(name)
     if cubin is None:
         cubin = _compile(source, arch)
@@ -107,4 +117,4 @@ def _compile(source: str, arch: str) -> bytes:
         program = core.Program(source, "c++", core.ProgramOptions(std="c++17", arch=arch))
         return bytes(program.compile("cubin").code)
     except Exception as exc:  # each version of cuda.core has its own error types
-        raise NativeUnavailable(f"NVRTC cannot compile the copy kernel for {arch}: {exc}; {_REMEDY}") from exc
+        raise NativeUnavailable(f"NVRTC cannot compile the kernels for {arch}: {exc}; {_REMEDY}") from exc

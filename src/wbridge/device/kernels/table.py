@@ -8,8 +8,9 @@ from typing import Any, Final
 import torch
 
 from wbridge.device.base import Buffer
+from wbridge.device.cuda_stream import upload
 from wbridge.device.kernels.descriptors import build_descriptors
-from wbridge.device.kernels.program import import_core, load_kernel
+from wbridge.device.kernels.program import import_core, launch, load_kernel
 from wbridge.device.tables import Residence, Row, TorchTable
 from wbridge.errors import InternalError
 
@@ -34,15 +35,9 @@ class KernelTable:
         self._residence = Residence(rows)
         self._index = rows[0].tensor.device.index
         self._kernel = load_kernel(self._index)
-        self._core = import_core()
         table = build_descriptors(rows, into_slot=into_slot)
         self._num_tiles = table.num_tiles
-        stream = torch.cuda.current_stream(self._index)
-        with torch.cuda.device(self._index):
-            # Pinned, so that nothing waits; torch keeps it until the copy is over.
-            self._memory = table.memory.pin_memory().to(torch.device("cuda", self._index), non_blocking=True)
-            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no hints here
-            self._there.record(stream)
+        self._memory = upload(table.memory, self._index)
         copies = self._memory.data_ptr()
         self._addresses = (copies, copies + table.loops_offset, copies + table.tiles_offset)
         self._slots: dict[int, tuple[Buffer, int, Any]] = {}  # each version of cuda.core has its LaunchConfig
@@ -58,14 +53,9 @@ class KernelTable:
         if not self._num_tiles:
             return
         stream = torch.cuda.current_stream(self._index)
-        stream.wait_event(self._there)  # another stream may have copied the table
-        self._memory.record_stream(stream)  # and the table may be dropped before this has run
-        with torch.cuda.device(self._index):
-            self._core.Device(self._index).set_current()  # torch alone leaves a new thread without a context
-            self._core.launch(
-                self._core.Stream.from_handle(stream.cuda_stream), config, self._kernel,
-                *self._addresses, self._num_tiles, address, int(self._into_slot),
-            )  # fmt: skip
+        self._memory.record_stream(stream)  # the table may be dropped before this has run
+        arguments = (*self._addresses, self._num_tiles, address, int(self._into_slot))
+        launch(self._index, stream, self._kernel, config, *arguments)
 
     def forget(self, buffer: Buffer) -> None:
         self._slots = {key: kept for key, kept in self._slots.items() if kept[0] is not buffer}
@@ -81,7 +71,7 @@ class KernelTable:
             num_blocks = -(-self._num_tiles // _WARPS_PER_BLOCK)
             if not memory.is_cuda:
                 num_blocks = min(num_blocks, _MAX_HOST_BLOCKS)
-            config = self._core.LaunchConfig(grid=max(num_blocks, 1), block=32 * _WARPS_PER_BLOCK)
+            config = import_core().LaunchConfig(grid=max(num_blocks, 1), block=32 * _WARPS_PER_BLOCK)
             self._slots[id(buffer)] = buffer, memory.data_ptr(), config
         return self._slots[id(buffer)][1:]
 
