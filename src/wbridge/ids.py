@@ -24,6 +24,15 @@ class WorkerId(msgspec.Struct, frozen=True, order=True):
     coordinate: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        for field, value in (("mesh_shape", self.mesh_shape), ("coordinate", self.coordinate)):
+            if not is_shape(value):
+                raise ConfigError(
+                    f"{self.role} {self.group!r}: {field} {value!r} is no tuple of integers from 0 on"
+                )
+        if self.role not in ("trainer", "rollout") or not self.group or not isinstance(self.group, str):
+            raise ConfigError(
+                f"{self.role!r} {self.group!r}: role is trainer or rollout, group a name of its own"
+            )
         if len(self.mesh_shape) != len(self.coordinate) or not all(
             0 <= c < n for c, n in zip(self.coordinate, self.mesh_shape, strict=False)
         ):
@@ -60,3 +69,8 @@ class Epoch(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.incarnation:016x}.{self.counter}"
+
+
+def is_shape(value: object) -> bool:
+    """Whether this is a tuple of sizes or indices: a list cannot be hashed, and nothing else has a length."""
+    return isinstance(value, tuple) and all(isinstance(n, int) and n >= 0 for n in value)

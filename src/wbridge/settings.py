@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import msgspec
 
@@ -112,8 +114,16 @@ def _convert(name: str, value: object, origin: str, kind: object) -> object:
             msgspec.convert(msgspec.to_builtins(value), kind, strict=not from_environment)
         )
     except (msgspec.ValidationError, TypeError, ValueError) as exc:
-        unit = f"; the unit is {_unit(name)}" if _unit(name) else ""
-        raise ConfigError(f"{name} = {value!r} ({origin}): {exc}{unit}") from exc
+        raise ConfigError(f"{name} = {value!r} ({origin}): {exc}{_accepted(name, kind)}") from exc
+
+
+def _accepted(name: str, kind: object) -> str:
+    """What a setting may be, as the end of an error."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "; use one of " + ", ".join(member.value for member in kind)
+    if get_origin(kind) is Literal:
+        return "; use one of " + ", ".join(get_args(kind))
+    return f"; the unit is {_unit(name)}" if _unit(name) else ""
 
 
 def _with_origins(error: msgspec.ValidationError, raw: Mapping[str, tuple[object, str]]) -> ConfigError:

@@ -97,7 +97,10 @@ async def serve_tcp(
     try:
         listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
     except OSError as exc:
-        raise ConfigError(f"cannot listen on {join_address(host, port)}: {exc}") from exc
+        raise ConfigError(
+            f"cannot listen on {join_address(host, port)}: {exc}; give each job an address of this machine"
+            " and a port that nothing else uses, or a file:/// rendezvous"
+        ) from exc
     try:
         address = join_address(host, listener.extra(anyio.abc.SocketAttribute.local_port))
         serve_one = functools.partial(_serve_one, handler=handler, secret=secret, tls=tls)

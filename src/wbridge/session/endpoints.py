@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from wbridge.errors import ConfigError
-from wbridge.ids import WorkerId
+from wbridge.errors import ConfigError, LayoutError
+from wbridge.ids import WorkerId, is_shape
+from wbridge.layout.dtype import ITEMSIZE
 from wbridge.layout.source_map import SourceMap, TensorSpec
 
 Tensors = Mapping[str, Any]
@@ -34,7 +35,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     cache_key: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
-        _check(self.worker, "trainer", self.source_map, self.load_weights)
+        _check(self, "trainer")
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,11 +60,47 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     cache_key: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
-        _check(self.worker, "rollout", self.source_map, self.load_weights)
+        _check(self, "rollout")
 
 
-def _check(worker: WorkerId, role: str, source_map: object, load_weights: object) -> None:
+def described_by(description: object, kind: type[Source] | type[Target]) -> WorkerId:
+    """Return who describes itself.
+
+    Raises:
+        ConfigError: the description is not of this kind.
+    """
+    if not isinstance(description, kind):
+        adapter = "SenderAdapter" if kind is Source else "ReceiverAdapter"
+        given = type(description).__name__
+        raise ConfigError(f"{adapter} takes a wbridge.{kind.__name__}, but was given a {given}")
+    return description.worker
+
+
+def _check(described: Source | Target, role: str) -> None:
+    worker = described.worker
+    if not isinstance(worker, WorkerId):
+        raise ConfigError(f"worker is a {type(worker).__name__}; give a wbridge.WorkerId")
     if worker.role != role:
         raise ConfigError(f"{worker}: a {role} is described by a worker whose role is {role!r}")
-    if source_map is None and load_weights is None:
+    if described.source_map is None and described.load_weights is None:
         raise ConfigError(f"{worker}: give `source_map`, or `load_weights` so that wbridge can watch it")
+    for field in ("checkpoint", "parameters"):
+        if not isinstance(value := getattr(described, field), Mapping):
+            given = type(value).__name__
+            raise ConfigError(f"{worker}: {field} is a {given}; give a mapping of names, such as a dict")
+    for name, spec in described.checkpoint.items():
+        if reason := _unusable(name, spec):
+            raise LayoutError(f"{worker}: checkpoint tensor {name!r}: {reason}")
+
+
+def _unusable(name: object, spec: object) -> str:
+    """Why this is no checkpoint tensor, or nothing."""
+    if not isinstance(name, str):
+        return "names are texts"
+    if not isinstance(spec, TensorSpec):
+        return f"it is a {type(spec).__name__}; describe it as wbridge.TensorSpec(shape, dtype)"
+    if not is_shape(spec.shape):
+        return f"shape {spec.shape!r} is no tuple of sizes; write tuple(tensor.shape)"
+    if str(spec.dtype) not in ITEMSIZE:
+        return f"dtype {spec.dtype!r} is not supported; use one of {', '.join(sorted(ITEMSIZE))}"
+    return ""

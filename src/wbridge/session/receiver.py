@@ -67,7 +67,7 @@ class ReceiverAdapter:
         Raises:
             PeerLost: another worker of this engine is gone.
             ProtocolError: the workers' polls are more than `max_poll_skew` apart, or this one is made
-                inside a step, which it would wait for.
+                inside a step, which it would wait for, or while another one has not returned.
             LayoutError: a live parameter has been replaced or moved.
         """
         if self._rollout.begin_poll() or wait_s is not None:

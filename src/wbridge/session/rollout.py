@@ -27,7 +27,7 @@ from wbridge.ids import Epoch, WorkerId
 from wbridge.observe.stats import UpdateClock, UpdateStats
 from wbridge.plan.types import WorkerPlan
 from wbridge.session.contexts import open_receiver_context
-from wbridge.session.endpoints import Target
+from wbridge.session.endpoints import Target, described_by
 from wbridge.session.gate import StepGate
 from wbridge.session.late_writers import LateWriters
 from wbridge.session.member import Addresses
@@ -36,7 +36,7 @@ from wbridge.session.pacing import Pacing
 from wbridge.session.pausing import Pausing
 from wbridge.session.readiness import Readiness, attempt
 from wbridge.session.script import Script, Wait
-from wbridge.session.steps import Step, is_inside_step
+from wbridge.session.steps import Step, is_inside_step, misplaced_poll
 from wbridge.session.updates import RolloutHooks, Serving, Update
 from wbridge.session.verification import Respondent
 from wbridge.session.worker import Worker, load_job
@@ -56,7 +56,7 @@ class Rollout:
         device: Device | None,
     ) -> None:
         self._target = target
-        self._worker = Worker(load_job(target.worker, rendezvous, config, secret), device)
+        self._worker = Worker(load_job(described_by(target, Target), rendezvous, config, secret), device)
         self._pausing = Pausing(hooks)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._lockstep: Lockstep | None = None
@@ -70,7 +70,7 @@ class Rollout:
         self._packed = b""
         self._ended: WBridgeError | None = None
         self._readiness: Readiness | None = None
-        self._is_cancelled = False
+        self._is_cancelled = self._is_polling = False
         self._received_nbytes = 0
         self._binding = anyio.Lock()
         self._outbox = Outbox(self._worker.post)
@@ -90,11 +90,8 @@ class Rollout:
         lockstep = self._lockstep
         if lockstep is None:
             raise EndpointClosed(f"{self._target.worker}: connect() before the first poll")
-        if is_inside_step(self.gate):
-            raise ProtocolError(
-                f"{self._target.worker}: poll_requests() inside step() would wait for its own step to end;"
-                " poll between steps"
-            )
+        if self._is_polling or is_inside_step(self.gate):
+            raise misplaced_poll(self._target.worker, is_second=self._is_polling)
         lockstep.follower.counter += 1
         return lockstep.follower.flag or self._worker.loop.is_forked
 
@@ -103,7 +100,11 @@ class Rollout:
         until_s = None if wait_s is None else self._worker.loop.clock() + wait_s
         self._is_cancelled = False
         while True:
-            update = yield from self._poll_once(wait_s, stream)
+            self._is_polling = True
+            try:
+                update = yield from self._poll_once(wait_s, stream)
+            finally:
+                self._is_polling = False
             if update is not None or until_s is None or self._is_cancelled:
                 return update
             wait_s = until_s - self._worker.loop.clock()

@@ -10,6 +10,7 @@ from types import TracebackType
 import anyio
 
 from wbridge.errors import ProtocolError
+from wbridge.ids import WorkerId
 from wbridge.session.gate import StepGate
 from wbridge.session.script import Script, Wait, drive_async, drive_blocking
 
@@ -120,3 +121,15 @@ def _find(step: Step | None, gate: StepGate) -> Step | None:
     while step is not None and not (step._is_open and step._gate is gate):
         step = step._outer
     return step
+
+
+def misplaced_poll(worker: WorkerId, *, is_second: bool) -> ProtocolError:
+    """Why a poll cannot begin here: another one has not ended, or a step that it would wait for."""
+    if is_second:
+        return ProtocolError(
+            f"{worker}: poll_requests() while another one has not returned; let one task or thread poll,"
+            " and tell others what it returns"
+        )
+    return ProtocolError(
+        f"{worker}: poll_requests() inside step() would wait for its own step to end; poll between steps"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import time
 from collections.abc import Mapping
 
@@ -23,7 +24,7 @@ from wbridge.ids import Epoch, WorkerId
 from wbridge.observe.stats import SendStats
 from wbridge.plan.types import WorkerPlan
 from wbridge.session.contexts import open_sender_context
-from wbridge.session.endpoints import Source
+from wbridge.session.endpoints import Source, described_by
 from wbridge.session.member import Addresses
 from wbridge.session.publication import Publication
 from wbridge.session.script import Script, Wait
@@ -45,7 +46,7 @@ class Trainer:
         secret: str | None,
         device: Device | None,
     ) -> None:
-        job = load_job(source.worker, rendezvous, config, secret)
+        job = load_job(described_by(source, Source), rendezvous, config, secret)
         self._source = source
         self._worker = Worker(job, device)
         self._config = job.config
@@ -65,6 +66,7 @@ class Trainer:
     def send_weights(
         self, version: int, metadata: Metadata | None, stream: AnyStream | None
     ) -> Script[Publication]:
+        version = checked_version(version)
         packed = pack_metadata(metadata)
         begun_s = time.perf_counter()
         after = self._worker.stream_of_caller(stream).record()
@@ -237,6 +239,23 @@ class Trainer:
                 self._epoch.engine.credit(peer, frame.message)
             case Placed():
                 self._epoch.engine.placed(peer, frame.message)
+
+
+def checked_version(version: object) -> int:
+    """Return the label of a version as the integer that travels; numpy's and torch's integers are ones too.
+
+    Raises:
+        ConfigError: it is no integer, or one of more than 64 bits.
+    """
+    try:
+        number = operator.index(version)  # type: ignore[arg-type]  # what a caller gives is to be found out
+    except TypeError as exc:
+        raise ConfigError(
+            f"version {version!r} is a {type(version).__name__}; give an integer, such as the training step"
+        ) from exc
+    if not -(2**63) <= number < 2**64:
+        raise ConfigError(f"version {number} does not fit into 64 bits; number the training steps, say")
+    return number
 
 
 def pack_metadata(metadata: Metadata | None) -> bytes:

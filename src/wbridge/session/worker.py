@@ -32,7 +32,7 @@ from wbridge.device.base import Access, AnyStream, Device, Event, Stream
 from wbridge.device.select import find_access, home_of, open_device
 from wbridge.discovery.discover import discover
 from wbridge.engine.wire import DataFrame, decode
-from wbridge.errors import EndpointClosed, InternalError
+from wbridge.errors import ConfigError, EndpointClosed, InternalError
 from wbridge.ids import WorkerId
 from wbridge.layout.source_map import SourceMap
 from wbridge.plan.types import WorkerPlan
@@ -58,6 +58,8 @@ def load_job(
     Raises:
         ConfigError: a setting or the rendezvous is wrong; names it.
     """
+    if not isinstance(config, Config | Mapping | None):
+        raise ConfigError(f"{worker}: config is {config!r}; give a wbridge.Config, or a mapping of settings")
     arguments = settings.non_defaults(config) if isinstance(config, Config) else (config or {})
     loaded, origins = settings.load(arguments, os.environ)
     return Job(

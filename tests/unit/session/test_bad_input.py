@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle  # noqa: TID251  # as the attacker, to show that nobody reads it
+import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -307,3 +308,40 @@ async def test_a_version_that_was_refused_can_be_sent_again(tmp_path: Path) -> N
             await first.applied()
         await job.update(1)
         assert job.holds(1)
+
+
+WRONG_DESCRIPTIONS: Mapping[str, Callable[[], object]] = {
+    "no tuple of integers": lambda: wbridge.WorkerId("rollout", "e", 2, 0),  # type: ignore[arg-type]  # as users do
+    "mesh_shape [2]": lambda: wbridge.WorkerId("rollout", "e", [2], (0,)),  # type: ignore[arg-type]  # as above
+    "role is trainer or rollout": lambda: wbridge.WorkerId("learner", "e", (1,), (0,)),  # type: ignore[arg-type]  # as above
+    "such as a dict": lambda: described(parameters=iter(())),
+    "checkpoint is a list": lambda: described(checkpoint=["w"]),
+    "'w': it is a Size": lambda: described(checkpoint={"w": torch.Size([1])}),
+    "'w': shape [2, 3] is no tuple": lambda: described(checkpoint={"w": TensorSpec([2, 3], "int8")}),  # type: ignore[arg-type]  # as above
+    "'w': dtype 'torch.int8'": lambda: described(checkpoint={"w": TensorSpec((2,), "torch.int8")}),
+    "'w': dtype torch.int8": lambda: described(checkpoint={"w": TensorSpec((2,), torch.int8)}),  # type: ignore[arg-type]  # as above
+    "takes a wbridge.Source": lambda: wbridge.SenderAdapter(Rollout().target),  # type: ignore[arg-type]  # as above
+    "takes a wbridge.Target": lambda: wbridge.ReceiverAdapter(Trainer().source),  # type: ignore[arg-type]  # as above
+    "config is 'async'": lambda: wbridge.SenderAdapter(Trainer().source, config="async"),  # type: ignore[arg-type]  # as above
+    "one of sync, sender_overlap": lambda: wbridge.SenderAdapter(Trainer().source, config={"mode": "a"}),
+}
+
+
+def described(**wrong: object) -> wbridge.Target:
+    return msgspec.structs.replace(Rollout().target, **wrong)  # type: ignore[arg-type]  # as above
+
+
+@pytest.mark.parametrize("text", WRONG_DESCRIPTIONS)
+def test_what_describes_a_worker_is_checked_where_it_is_given(text: str) -> None:
+    with pytest.raises((ConfigError, LayoutError), match=re.escape(text)):
+        WRONG_DESCRIPTIONS[text]()
+
+
+async def test_a_version_that_is_no_number_of_64_bits_ends_the_call_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, "async", num_trainers=1, engines=ONE) as job:
+        for version in (1.5, "1", None, 2**64, -(2**63) - 1):
+            with pytest.raises(ConfigError, match="version"):
+                await job.senders[0].send_weights(version)  # type: ignore[arg-type]  # what is tried
+        for version in (2**64 - 1, -(2**63)):
+            await job.senders[0].send_weights(version)
+            assert [update.version for update in await job.take()] == [version]

@@ -224,3 +224,27 @@ async def test_sleeping_until_an_update_is_no_stall(tmp_path: Path) -> None:
             sent_s = time.perf_counter()
             await job.send(1)
         assert 0 < updates[0].stats.stall_s < time.perf_counter() - sent_s
+
+
+async def test_a_poll_beside_another_one_is_refused_at_once(tmp_path: Path) -> None:
+    async with running(tmp_path, "async", num_trainers=1, engines={"engine-0": 1}) as job:
+        taken: list[wbridge.Update | None] = []
+        receiver = job.receivers[0]
+
+        async def poll() -> None:
+            taken.append(await receiver.poll_requests(wait_s=20))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(poll)
+            await anyio.wait_all_tasks_blocked()
+            for wait_s in (None, 0.0, 20.0):
+                with pytest.raises(ProtocolError, match="another one has not returned"):
+                    await receiver.poll_requests(wait_s)
+            with pytest.raises(ProtocolError, match="another one has not returned"):
+                await anyio.to_thread.run_sync(receiver._rollout.begin_poll)  # as the blocking twin does
+            await job.send(1)
+        assert [update.version for update in taken if update] == [1]
+        assert await receiver.poll_requests() is None
+        with anyio.move_on_after(0):
+            await receiver.poll_requests(wait_s=20)
+        assert (await job.update(2))[1][0].version == 2
