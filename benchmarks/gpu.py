@@ -31,7 +31,7 @@ import torch  # noqa: E402  # needs the path
 
 from benchmarks.harness.gpu_clock import Step  # noqa: E402
 from benchmarks.harness.gpu_job import Job, RolloutReport, TrainerReport, run_job  # noqa: E402
-from benchmarks.harness.gpu_memory import measure_pinned, measure_wake  # noqa: E402
+from benchmarks.harness.gpu_memory import measure_digest, measure_pinned, measure_wake  # noqa: E402
 from benchmarks.harness.gpu_workers import run_rollout, run_trainer  # noqa: E402
 from benchmarks.harness.model import LAYER_HALF_NBYTES  # noqa: E402
 from wbridge.native.extension import why_missing  # noqa: E402
@@ -117,6 +117,7 @@ def cases(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
     found: dict[str, Callable[[], list[Row]]] = {
         "pinned": lambda: report("pinned", measure_pinned(device, nbytes=pinned_nbytes, rounds=9)),
         "wake": lambda: report("wake", measure_wake(device, rounds=rounds)),
+        "digest": lambda: report("digest", measure_digest(device, nbytes=pinned_nbytes, rounds=5)),
     }
     for mode in MODES:
         found[mode] = jobs(mode, job(mode, options.shard_mb))

@@ -1,4 +1,4 @@
-"""Our page-locked shared memory against torch's, and how soon a waiter hears from the device."""
+"""Our page-locked shared memory against torch's, how soon a waiter hears from the device, and digests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 
 from benchmarks.harness.gpu_clock import Clock
 from wbridge.device.base import Stream
+from wbridge.device.digest import Digester, Part
 from wbridge.device.select import open_device
+from wbridge.layout.region import Strided
 
 SPIN_CYCLES = 200_000_000
 """Some 0.1 s of a GPU's time."""
@@ -71,6 +73,25 @@ def measure_wake(device: str, *, rounds: int) -> dict[str, float]:
         **_percentiles("launch", launched),
         "waiting_cpu_percent": 100 * cpu_share,
     }
+
+
+def measure_digest(device: str, *, nbytes: int, rounds: int) -> dict[str, float]:
+    """A digest of one large tensor, and of its bytes in many parts, against a copy of them on the device."""
+    clock, found = Clock(device), dict[str, float]()
+    nbytes = nbytes if clock.is_gpu else min(nbytes, 2**16)  # torch takes long for it
+    tensor = torch.ones(nbytes // 2, dtype=torch.bfloat16, device=device)
+    copied_s = statistics.median(clock.device_s(tensor.clone) for _ in range(rounds))
+    for name, num_parts in (("whole", 1), ("many", 10_000 if clock.is_gpu else 10)):
+        size = tensor.numel() // num_parts
+        places = [Strided(at, (1,)) for at in range(0, size * num_parts, size)]
+        parts = [Part("", "w", "p", (size,), place, place, "bfloat16") for place in places]
+        begin_s = time.perf_counter()
+        digester = Digester(parts, {"p": tensor})
+        found[f"{name}_build_ms"] = 1e3 * (time.perf_counter() - begin_s)
+        took_s = statistics.median(clock.device_s(digester.run) for _ in range(rounds))
+        found[f"{name}_gb_per_s"] = nbytes / took_s / 1e9
+        found[f"{name}_to_copy_ratio"] = took_s / copied_s
+    return found
 
 
 async def _time_waits(stream: Stream, cell: torch.Tensor, rounds: int) -> list[float]:

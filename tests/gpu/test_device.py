@@ -20,9 +20,10 @@ import wbridge
 from tests.gpu.memory_peer import NBYTES
 from tests.unit.session.job import Job, running, together, toys
 from wbridge.device.base import HOST
-from wbridge.device.cuda import CudaDevice, CudaEvent, find_access
+from wbridge.device.cuda import CudaDevice, find_access
 from wbridge.device.cuda_driver import why_no_rings
 from wbridge.device.cuda_memory import GpuMemory, why_not_shared
+from wbridge.device.cuda_stream import CudaEvent
 from wbridge.device.memory import ExportedMemory
 from wbridge.device.sharing import arena_of
 from wbridge.device.wakeup import _PATIENCE_S
@@ -173,6 +174,16 @@ def test_host_memory_that_a_peer_shares_is_mapped_and_page_locked(device: CudaDe
     assert bool((owned.tensor == 1).all())
 
 
+def test_a_failed_page_lock_is_not_told_again_by_the_next_kernel(device: CudaDevice) -> None:
+    buffer = device.allocate(NBYTES, "pinned")
+    with pytest.raises(wbridge.ConfigError, match="ALREADY_REGISTERED"):
+        device.adopt(buffer.view)
+    assert torch.ones(4, device="cuda:0").sum().item() == 4.0
+    del buffer
+    again = device.allocate(NBYTES, "pinned")
+    assert again.tensor.is_pinned()
+
+
 def test_the_device_reaches_page_locked_memory(device: CudaDevice) -> None:
     buffer = device.allocate(NBYTES, "pinned")
     there = buffer.device_tensor
@@ -200,6 +211,34 @@ def test_streams_are_our_own_and_used_again() -> None:
     assert len(handles[0]) == 3
     assert handles[0] == handles[1] == handles[2]
     assert not handles[0] & of_torch
+
+
+def test_closed_streams_are_used_again(device: CudaDevice) -> None:
+    handles = set()
+    for _ in range(5):
+        stream = device.open_stream("digest")
+        handles.add(stream.handle.cuda_stream)
+        stream.close()
+    assert len(handles) == 1
+
+
+def test_a_stream_of_torch_is_wrapped(device: CudaDevice) -> None:
+    own = torch.cuda.Stream(0)
+    assert device.wrap_stream(own).handle is own
+    assert not device.wrap_stream(own).is_capturing
+    seen = []
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.ones(4, device="cuda:0")
+        seen.append(device.current_stream().is_capturing)
+    assert seen == [True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_on_the_second_gpu_takes_nothing_of_the_first() -> None:
+    """In a process of its own, whose threads all begin with the first GPU."""
+    command = [sys.executable, "-m", "tests.gpu.second"]
+    done = subprocess.run(command, cwd=ROOT, timeout=PATIENCE_S, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "only the second"), done.stderr
 
 
 @pytest.mark.anyio
@@ -292,7 +331,7 @@ async def test_a_cancelled_wait_and_a_closed_device_leave_no_ring_behind() -> No
 async def test_without_the_extension_the_loop_looks_again_and_again(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wbridge.device.cuda.why_no_rings", lambda: "the extension was not built")
+    monkeypatch.setattr("wbridge.device.cuda_stream.why_no_rings", lambda: "the extension was not built")
     stream = device.open_stream("s")
     stream.submit(lambda: torch.cuda._sleep(20 * MS))
     await stream.record().wait()

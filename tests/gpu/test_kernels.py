@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.property.layout_strategies import SIZES, regions
+from tests.property.test_digest import WIRES, any_bits, held
 from tests.unit.device.table_cases import (
     ELEMENTS,
     HALF_CASTS,
@@ -26,10 +29,13 @@ from wbridge.cache import Cache
 from wbridge.device.base import Buffer, MemoryKind
 from wbridge.device.copy import Block, build_gather, build_scatter
 from wbridge.device.cuda import CudaDevice
+from wbridge.device.digest import Digester, Part
+from wbridge.device.kernels import digests
 from wbridge.device.kernels.program import load_cubin, load_kernel, why_missing
 from wbridge.device.kernels.table import KernelTable
 from wbridge.device.tables import Row, Table, TorchTable
 from wbridge.errors import LayoutError
+from wbridge.layout.region import Strided
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda:0"
@@ -50,6 +56,46 @@ def test_what_the_kernel_moves_stays_in_registers() -> None:
     """In a thread's own memory, which the compiler takes for values that are set under a condition, each byte
     crosses the caches twice more: 0.6 of a plain copy instead of 0.9."""
     assert load_kernel(0).attributes.local_size_bytes <= 16
+    assert load_kernel(0, digests.KERNEL).attributes.local_size_bytes == 0
+
+
+@settings(max_examples=40)
+@given(drawn=st.data(), wire=st.sampled_from(WIRES))
+def test_parts_are_digested_as_on_a_cpu(drawn: st.DataObject, wire: tuple[str, str]) -> None:
+    num_elements = drawn.draw(SIZES)
+    region = drawn.draw(regions(num_elements, ("slice", "split", "permute", "merge", "select", "flip")))
+    here = held(region, any_bits(num_elements, 5, getattr(torch, wire[0])))
+    part = Part("a", "w", "p", region.extents, region.target, region.source, wire[1])
+    parts = [part, part, msgspec.structs.replace(part, key="b", tensor="v")]
+    assert digest_of(parts, here.cuda()) == digest_of(parts, here)
+
+
+def digest_of(parts: list[Part], tensor: torch.Tensor) -> dict[str, dict[str, int]]:
+    digester = Digester(parts, {"p": tensor})
+    digester.run()
+    torch.cuda.synchronize()
+    return digester.sums()
+
+
+def test_a_digest_neither_waits_nor_looks_at_what_was_not_asked_for() -> None:
+    device = CudaDevice(0)
+    values = torch.zeros(2**22, device=GPU)
+    part = Part("", "w", "p", (2**22,), Strided(0, (1,)), Strided(0, (1,)), "float32")
+    digester = Digester([part], {"p": values})
+    stream = device.open_stream("digest")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stream.submit(lambda: torch.cuda._sleep(200_000_000))
+        stream.submit(lambda: values.fill_(3.0))
+        stream.submit(digester.run)
+        event = stream.record()
+        was_done = event.is_done()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not was_done, "the digest was waited for"
+    event.synchronize()
+    assert digester.sums() == digest_of([part], torch.full((2**22,), 3.0))
 
 
 def test_the_kernel_is_used_on_this_gpu() -> None:

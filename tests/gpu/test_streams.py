@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 import wbridge.sync
 from benchmarks.harness.model import Parameters
@@ -61,7 +62,7 @@ def test_a_send_waits_for_the_stream_that_it_is_given(
         def train() -> None:
             for version in VERSIONS:
                 with accelerator.stream():
-                    side = device.current_stream()
+                    side = torch.cuda.current_stream() if accelerator.is_gpu else device.current_stream()
                     accelerator.work(50)
                     load(job.weights, version)
                 job.sender.send_weights(version, stream=side)
@@ -106,3 +107,31 @@ def test_a_running_step_reads_the_old_version_and_the_next_one_the_new(
         assert is_exactly(before, version - 1)
         assert is_exactly(after, version)
     assert [version for version, _, _ in steps] == list(VERSIONS)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_a_step_of_another_thread_reads_is_not_overwritten(
+    mode: str, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    """It has ended, on a stream of that thread, and its kernels still run when the poll is made."""
+    seen: list[Parameters] = []
+
+    def train() -> None:
+        for version in VERSIONS:
+            load(job.weights, version)
+            job.sender.send_weights(version)
+
+    def step() -> None:
+        with accelerator.stream(), job.receiver.step():
+            accelerator.work(20)
+            seen.append({name: tensor.clone() for name, tensor in job.parameters.items()})
+
+    def roll() -> None:
+        for version in VERSIONS:
+            assert take(job.receiver) == version
+            together(step)
+
+    with pair(tmp_path, mode, accelerator) as job:
+        together(train, roll)
+        accelerator.finish()
+    assert [is_exactly(read, version) for version, read in zip(VERSIONS, seen, strict=True)] == [True] * 4

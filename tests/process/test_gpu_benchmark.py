@@ -28,7 +28,7 @@ def run(*command: str) -> str:
 
 def test_rows_of_a_dry_run(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    cases = [word for case in ("pinned", "wake", "async", "in place") for word in ("--only", case)]
+    cases = [word for case in ("pinned", "wake", "digest", "async", "in place") for word in ("--only", case)]
     small = ("--shard-mb", "34", "--large-mb", "0", "--updates", "2", "--rounds", "20")
     run("-m", "benchmarks", "gpu", "--device", "cpu", "--json", str(path), *small, *cases)
     rows = json.loads(path.read_text())
@@ -38,6 +38,7 @@ def test_rows_of_a_dry_run(tmp_path: Path) -> None:
         ("machine", "torch"),
         ("pinned", "d2h_ratio"),
         ("wake", "wait_p99_us"),
+        ("digest", "many_to_copy_ratio"),
         ("async", "trainer_stall_ratio"),
         ("async", "trainer_resident_mb"),
         ("in place", "update_to_device_copy_ratio"),

@@ -85,7 +85,7 @@ def load_cubin(arch: str, cache: Cache) -> bytes:
     Raises:
         NativeUnavailable: cuda.core or NVRTC is missing, or does not know the architecture.
     """
-    source = "\n".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SOURCES)
+    source = read_source()
     key = "\0".join((source, arch, _nvrtc_version()))
     name = f"kernels-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.cubin"
     cubin = cache.load(name)
@@ -93,6 +93,11 @@ def load_cubin(arch: str, cache: Cache) -> bytes:
         cubin = _compile(source, arch)
         cache.store(name, cubin)
     return cubin
+
+
+def read_source() -> str:
+    """Return the program that has all kernels."""
+    return "\n".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SOURCES)
 
 
 def default_cache() -> Path:
