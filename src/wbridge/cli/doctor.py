@@ -33,7 +33,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def run(options: argparse.Namespace) -> int:
-    findings = [_packages(), _copies(), _host(), _hosts(), _puts(), _rdma(), _gpu(), _gpu_processes()]
+    machine = [_packages(), _copies(), _host()]
+    between_hosts = [_hosts(), _puts(), _rdma(), _ucx_on_gpus()]
+    findings = [*machine, *between_hosts, _gpu(), _gpu_processes()]
     verdicts = {True: "ok", False: "missing", None: "absent"}
     print_table(("what", "verdict", "detail"), ((f.subject, verdicts[f.ok], f.detail) for f in findings))
     return 1 if any(finding.ok is False for finding in findings) else 0
@@ -87,6 +89,17 @@ def _rdma() -> Finding:
     return Finding(
         "RDMA", None, f"UCX in {folder} has no verbs: hosts talk over TCP; for RDMA set {_SITE_UCX}"
     )
+
+
+def _ucx_on_gpus() -> Finding:
+    """What lies between hosts is in their memory, whatever UCX could do."""
+    subject, folder = "GPU between hosts", _ucx_folder()
+    if folder is None:
+        return Finding(subject, None, "UCX is not loaded")
+    names = {"cuda": "CUDA copies", "cuda_gdrcopy": "gdrcopy"}
+    has = [name for part, name in names.items() if any(folder.glob(f"ucx/libuct_{part}.so*"))]
+    parts = " and ".join(has) or "no part for GPUs"
+    return Finding(subject, None, f"through page-locked host memory; UCX has {parts}, not used")
 
 
 def _gpu() -> Finding:

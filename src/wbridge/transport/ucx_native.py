@@ -12,8 +12,9 @@ from wbridge.errors import ConfigError, EndpointClosed, PeerLost
 from wbridge.native.ucx import worker_type
 from wbridge.transport.ucx_transfer import EAGER_NBYTES, FRAME_NBYTES, FRAME_TAG, Route, Transfer
 
-_PREFERRED: Final = [("TCP_TX_SEG_SIZE", "256k"), ("TCP_RX_SEG_SIZE", "256k")]
-"""For TCP, where UCX's own 8 KiB segments cost most of the speed; what the environment sets wins."""
+_PREFERRED: Final = [("TCP_TX_SEG_SIZE", "256k"), ("TCP_RX_SEG_SIZE", "256k"), ("TLS", "^cuda")]
+"""For TCP, where UCX's own 8 KiB segments cost most of the speed. All memory is the host's, so UCX need
+neither hook the driver nor ask it about each address. What the environment sets wins."""
 _FINISHED: Final = 0
 _FRAME: Final = 1
 _CLOSE_S: Final = 0.2

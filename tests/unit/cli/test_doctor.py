@@ -65,6 +65,24 @@ def test_rdma_is_told_by_the_plugin_beside_the_library(
     assert ok or "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in finding.detail
 
 
+@pytest.mark.parametrize(
+    ("plugins", "has"),
+    [
+        ([], "no part for GPUs"),
+        (["libuct_cuda.so.0"], "CUDA copies"),
+        (["libuct_cuda.so.0", "libuct_cuda_gdrcopy.so.0"], "CUDA copies and gdrcopy"),
+    ],
+)
+def test_what_ucx_could_do_on_gpus_is_told_and_that_it_does_not(
+    plugins: list[str], has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ucx").mkdir()
+    for plugin in plugins:
+        (tmp_path / "ucx" / plugin).touch()
+    monkeypatch.setattr(doctor, "_ucx_folder", lambda: tmp_path)
+    assert doctor._ucx_on_gpus().detail == f"through page-locked host memory; UCX has {has}, not used"
+
+
 @pytest.mark.parametrize("missing", [None, "NVRTC is not installed; install wbridge[cu13]"])
 def test_a_gpu_without_the_kernel_is_called_slow(
     missing: str | None, monkeypatch: pytest.MonkeyPatch
