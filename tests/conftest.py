@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -21,6 +22,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],  # the machine may be shared; time is not what is tested
 )
 settings.load_profile("project")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not look through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ PATIENCE_S = 30.0
 SHORT = {"coordinator_timeout_s": 1.0, "fence_timeout_s": 1.0, "hold_timeout_s": 5.0, "close_timeout_s": 3.0}
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
+FORKS.set_forkserver_preload([__name__, "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
 
 
 # In the process of the worker -----------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import pytest
 
 from tests.faults.cast import TRAINERS, Cast, cast
 from tests.faults.test_kills import wait_stopped
+from tests.models.installed import needs
 
-pytest.importorskip("ucxx", reason="hosts that are pretended are reached through ucxx")
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(90), needs("ucxx")]
 
 RELAYS = ("neighbour", "neighbour-2", "neighbour-3")
 COPY_NBYTES, PAIR_NBYTES = 11_140, 13_576

@@ -16,7 +16,7 @@ import wbridge.sync
 from benchmarks.harness.model import rollout_target, trainer_source
 from tests.gpu.accelerator import Accelerator
 from tests.gpu.model import is_exactly, load, values
-from tests.process.test_session_processes import heard, tell
+from tests.process.scripts import heard, tell
 from tests.unit.session.job import MODES, PATIENCE_S, rendezvous, together
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90)]

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.models.checkpoints import checkpoint_of, tiny_config
+from tests.models.installed import needs
 from tests.models.replay import replay
 from wbridge.config import Config
 from wbridge.discovery.discover import discover
 from wbridge.discovery.export import trace_export
 from wbridge.discovery.specs import specs_of
 
-pytestmark = pytest.mark.backend
-pytest.importorskip("transformers")
+pytestmark = [pytest.mark.backend, needs("transformers")]
 
 
 def build(architecture: str, device: str = "cpu", **changes: Any) -> torch.nn.Module:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.faults.roles import FORKS
 from wbridge.discovery.specs import row_major
 from wbridge.errors import ConfigError, LayoutError
 from wbridge.integrations.torch_dtensor import identity_map, source_from_module
@@ -175,6 +176,7 @@ def run(rank: int, scenario: str, rows: tuple[int, ...], world: int, store: str)
     [("fsdp", 3, (10, 2)), ("tp", 2, (10, 5)), ("two_d", 4, (8, 5, 3)), ("hsdp", 4, (6, 5))],
 )
 def test_c20_c21_c22_declared_shards_equal_the_full_tensors(scenario, world, rows, tmp_path):
-    torch.multiprocessing.spawn(
-        run, args=(scenario, rows, world, str(tmp_path / "store")), nprocs=world, join=True
+    arguments = (scenario, rows, world, str(tmp_path / "store"))
+    torch.multiprocessing.start_processes(
+        run, args=arguments, nprocs=world, start_method=FORKS.get_start_method()
     )

@@ -9,7 +9,8 @@ import pytest
 
 import wbridge.sync
 from tests.models.toy import Rollout, Trainer
-from tests.process.test_session_processes import heard, process, tell, values
+from tests.process.scripts import heard, process, tell
+from tests.process.test_session_processes import values
 from tests.unit.session.job import PATIENCE_S, rendezvous
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]

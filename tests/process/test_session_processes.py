@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import wbridge.sync
 from tests.models.toy import Rollout, Trainer
+from tests.process.scripts import heard, process, tell
 from tests.unit.session.job import MODES, PATIENCE_S, rendezvous, settings, together
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
-ROOT = Path(__file__).parents[2]
-
-PRELUDE = """
-import sys, torch, wbridge, wbridge.sync
-torch.set_num_threads(1)
-from tests.models.toy import Rollout, Trainer
-from tests.unit.session.job import settings
-url, mode = sys.argv[1:3]
-def config(mode, num_engines, transport="auto"):
-    return settings(mode, num_engines, transport=transport, relay_patience_s=0.05)
-def say(*words):
-    print(*words, flush=True)
-"""
 
 TRAINER = """
 rank, transport = int(sys.argv[3]), sys.argv[4]
@@ -123,37 +107,6 @@ with (
     update(2)
     say("child", os.waitstatus_to_exitcode(status))
 """
-
-
-@contextmanager
-def process(script: str, *arguments: str, first: str = "") -> Iterator[subprocess.Popen[str]]:
-    """Run `script`; `first` comes before all imports."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", first + PRELUDE + script, *arguments],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with child:
-        try:
-            yield child
-        finally:
-            child.kill()
-
-
-def heard(child: subprocess.Popen[str]) -> str:
-    """The next line that a process says; empty when it has ended. UCX logs to the same place."""
-    assert child.stdout is not None
-    while (line := child.stdout.readline()).startswith("["):
-        sys.stderr.write(line)
-    return line.strip()
-
-
-def tell(child: subprocess.Popen[str], line: str) -> None:
-    assert child.stdin is not None
-    child.stdin.write(f"{line}\n")
-    child.stdin.flush()
 
 
 def values(mode: str, num_engines: int, transport: str = "auto") -> dict[str, object]:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from typing import NamedTuple
 
 import anyio
-import anyio.abc
 import pytest
 
+from tests.faults.roles import FORKS
+from tests.models.installed import needs
+from tests.process import ucxx_peer
 from wbridge.device.cpu import CpuDevice
 from wbridge.errors import EndpointClosed, PeerLost
 from wbridge.native.ucx import why_missing
 from wbridge.transport.base import Endpoint, RemoteSlot
 from wbridge.transport.ucxx import UcxxTransport
 
-pytest.importorskip("ucxx", reason="the install without extras has no ucxx")
-pytestmark = [pytest.mark.anyio, pytest.mark.process]
+pytestmark = [pytest.mark.anyio, pytest.mark.process, needs("ucxx")]
 
-PEER = Path(__file__).with_name("ucxx_peer.py")
 LARGE = 64 * 2**20
 DEVICE = CpuDevice()
 
@@ -47,7 +47,8 @@ def needs_the_receiver(way: str) -> bool:
 
 
 class Child(NamedTuple):
-    process: anyio.abc.Process
+    process: ForkServerProcess
+    go_on: Connection
     transport: UcxxTransport
     endpoint: Endpoint
     address: bytes
@@ -73,7 +74,13 @@ class Child(NamedTuple):
         await self.endpoint.send(b"put " + remote.token.hex().encode() + b"%16d" % remote.nbytes)
 
     def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
         os.kill(self.process.pid, number)
+
+    async def wait(self) -> int | None:
+        await anyio.wait_readable(self.process.sentinel)
+        self.process.join()
+        return self.process.exitcode
 
 
 @asynccontextmanager
@@ -82,15 +89,20 @@ async def open_child(way: str, close_timeout_s: float = 10.0) -> AsyncIterator[C
         async with UcxxTransport(
             "parent", close_timeout_s=close_timeout_s, native=way == "native"
         ) as transport:
-            command = [sys.executable, str(PEER), transport.address.hex(), way]
-            async with await anyio.open_process(command, stdout=None, stderr=None) as process:
-                try:
-                    message = await transport.inbox.receive()
-                    endpoint = await transport.connect(message.payload, "child")
-                    yield Child(process, transport, endpoint, message.payload)
-                finally:
-                    if process.returncode is None:
-                        process.kill()
+            theirs, go_on = FORKS.Pipe(duplex=False)
+            arguments = (transport.address, way, os.environ["UCX_TLS"], theirs)
+            process = FORKS.Process(target=ucxx_peer.serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            try:
+                message = await transport.inbox.receive()
+                endpoint = await transport.connect(message.payload, "child")
+                yield Child(process, go_on, transport, endpoint, message.payload)
+            finally:
+                process.kill()
+                process.join()
+                process.close()
+                go_on.close()
 
 
 async def test_stamped_slots_are_whole_when_notified_in_another_process(way: str) -> None:
@@ -103,7 +115,7 @@ async def test_stamped_slots_are_whole_when_notified_in_another_process(way: str
             assert await child.answer() == b"ok"
         await child.endpoint.flush()
         await child.endpoint.send(b"stop")
-        assert await child.process.wait() == 0
+        assert await child.wait() == 0
 
 
 async def test_a_put_from_another_process_is_whole_when_notified(way: str) -> None:
@@ -155,7 +167,7 @@ async def test_a_slot_comes_back_when_its_writer_was_killed(way: str) -> None:
                 await child.ask_to_put(remote)
             await child.answer()
         child.signal(signal.SIGKILL)
-        await child.process.wait()
+        await child.wait()
         assert all([await child.transport.withdraw(remote) for remote in remotes])
         with pytest.raises(PeerLost):
             while True:
@@ -166,7 +178,7 @@ async def test_connecting_to_a_dead_process_is_a_lost_peer(way: str) -> None:
     async with open_child(way) as child, UcxxTransport("late", native=way == "native") as late:
         assert await child.ask(b"echo x") == b"x"
         child.process.kill()
-        await child.process.wait()
+        await child.wait()
         with pytest.raises(PeerLost):
             await late.connect(child.address, "child")
 
@@ -211,7 +223,6 @@ async def test_a_receiver_that_holds_its_gil_does_not_stop_arriving_bytes(way: s
     async with open_child(way) as child:
         remote = await child.expose(LARGE)
         assert await child.ask(b"hold") == b"holding"
-        assert child.process.stdin is not None
         async with anyio.create_task_group() as tasks:
             source = memoryview(bytes([7]) * LARGE)
             if way == "native":
@@ -219,7 +230,7 @@ async def test_a_receiver_that_holds_its_gil_does_not_stop_arriving_bytes(way: s
             else:
                 tasks.start_soon(child.endpoint.put, source, remote, b"stamped \7")
                 await anyio.wait_all_tasks_blocked()
-            await child.process.stdin.send(b"x")
+            child.go_on.send_bytes(b"x")
             assert await child.answer() == b"ok"
 
 
@@ -244,6 +255,6 @@ async def test_closing_leaves_no_descriptor_and_no_thread(way: str) -> None:
             await child.endpoint.put(memoryview(bytes(LARGE)), remote, b"stamped \0")
             assert await child.answer() == b"ok"
             await child.endpoint.send(b"stop")
-            await child.process.wait()
+            await child.wait()
     after = set(os.listdir("/proc/self/fd")), set(os.listdir("/proc/self/task"))
     assert [len(a - b) for a, b in zip(after, before, strict=True)] == [0, 0]

@@ -12,10 +12,10 @@ import torch
 
 import wbridge
 from tests.models.checkpoints import checkpoint_of, tiny_config
+from tests.models.installed import needs
 from tests.models.vllm_rank import close_vllm, vllm_rank
 
-pytestmark = pytest.mark.backend
-pytest.importorskip("vllm")
+pytestmark = [pytest.mark.backend, needs("vllm")]
 
 
 @pytest.fixture(scope="module", autouse=True)

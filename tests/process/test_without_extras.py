@@ -11,13 +11,17 @@ import pytest
 import wbridge.sync
 from tests.docs.test_code_blocks import program
 from tests.models.toy import Trainer
-from tests.process.test_session_processes import heard, process
+from tests.process.scripts import heard, process
 from tests.unit.session.job import rendezvous
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
-WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['ucxx', 'libucx', 'cuda', 'rmm']))\n"
+WITHOUT = """
+import sys
+assert not {"ucxx", "libucx"} & set(sys.modules), "too late to leave them out"
+sys.modules.update(dict.fromkeys(["ucxx", "libucx", "cuda", "rmm"]))
+"""
 ENGINE = """
 rollout = Rollout()
 with wbridge.sync.ReceiverAdapter(rollout.target, rendezvous=url, config={"mode": mode}) as receiver:

@@ -1,14 +1,10 @@
-"""The other process of `test_ucxx_processes`: serves one connection until told to stop.
-
-Usage: ucxx_peer.py ADDRESS WAY, the address in hex, the way `native` or `python`. Connects, sends its own
-address, then obeys.
-"""
+"""The other process of `test_ucxx_processes`: serves one connection until told to stop."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
+from multiprocessing.connection import Connection
 
 import anyio
 
@@ -17,10 +13,16 @@ from wbridge.transport.base import RemoteSlot
 from wbridge.transport.ucxx import UcxxTransport
 
 
-async def main(address: str, way: str) -> None:
+def serve(address: bytes, way: str, transports: str, go_on: Connection) -> None:
+    """Connect over these of UCX's transports, `native` or by `python`; send the own address, then obey."""
+    os.environ["UCX_TLS"] = transports  # nothing has loaded UCX yet
+    anyio.run(main, address, way, go_on)
+
+
+async def main(address: bytes, way: str, go_on: Connection) -> None:
     device = CpuDevice()
     async with UcxxTransport("child", native=way == "native") as transport:
-        endpoint = await transport.connect(bytes.fromhex(address), "parent")
+        endpoint = await transport.connect(address, "parent")
         await endpoint.send(transport.address)
         buffer = device.allocate(0, "pinned")
         async for message in transport.inbox:
@@ -42,12 +44,8 @@ async def main(address: str, way: str) -> None:
             elif command == b"hold":
                 await endpoint.send(b"holding")
                 await endpoint.flush()
-                ctypes.PyDLL(None).read(sys.stdin.fileno(), ctypes.create_string_buffer(1), 1)  # with the GIL
+                ctypes.PyDLL(None).read(go_on.fileno(), ctypes.create_string_buffer(1), 1)  # with the GIL
             elif command == b"counters":
                 await endpoint.send(b"%d" % transport.counters["one_sided_nbytes"])
             else:
                 return
-
-
-os.set_blocking(sys.stdin.fileno(), True)
-anyio.run(main, *sys.argv[1:])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.models.checkpoints import checkpoint_of, tiny_config
+from tests.models.installed import needs
 from wbridge.config import Config
 from wbridge.discovery.discover import discover
 from wbridge.errors import LayoutError
@@ -19,8 +20,7 @@ from wbridge.integrations.transformers import (
     target_from_model,
 )
 
-pytestmark = pytest.mark.backend
-pytest.importorskip("transformers")
+pytestmark = [pytest.mark.backend, needs("transformers")]
 
 
 def config_of(architecture: str) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.models.installed import needs
 from wbridge.session.gate import StepGate
 from wbridge.session.requests import ServedRequest
 from wbridge.session.updates import Serving
 
-pytestmark = pytest.mark.backend
-pytest.importorskip("vllm")
+pytestmark = [pytest.mark.backend, needs("vllm")]
 
 
 class Begins:
