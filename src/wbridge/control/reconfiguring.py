@@ -81,10 +81,7 @@ class Reconfiguring:
             return
         self._until_s = max(deadline_s for _, deadline_s in self._asked.values())
         self._waiting, self._asked = {rank: asked for rank, (asked, _) in self._asked.items()}, {}
-        if config == self.config:
-            self.live()
-        else:
-            self._next = config
+        self._next = config  # the same settings too: the epoch that begins finds weights where they are now
 
     def _check(self, others: Iterable[Member]) -> Config:
         requests = {member.worker: request.values for member, (request, _) in self._asked.items()}

@@ -37,6 +37,8 @@ class Bindings:
         self._parameters = parameters
         self._owners = owners
         self._tensors = {name: parameters[name] for name in names}
+        self._names = tuple(self._tensors)
+        self._next = 0
         self._places = {name: _place(tensor) for name, tensor in self._tensors.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -51,23 +53,45 @@ class Bindings:
         Raises:
             LayoutError: some were replaced, moved or reshaped; the message names them and says how.
         """
+        if moved := self._moved(self._places):
+            raise LayoutError(
+                f"{moved} no longer alias the live parameters. Updates would go to dead memory: bind and "
+                "discover after the step that replaces parameters, or keep it from replacing them"
+            )
+
+    def check_some(self, count: int) -> None:
+        """`check` of a source, `count` tensors a call, in turn: what moves all of them is noticed at once.
+
+        Raises:
+            LayoutError: as `check`.
+        """
+        first, self._next = self._next, self._next + count
+        if self._next >= len(self._names):
+            self._next = 0
+        if moved := self._moved({name: self._places[name] for name in self._names[first : first + count]}):
+            raise LayoutError(
+                f"{moved} are not where they were when this epoch began. What they left there would be sent: "
+                "write into parameters instead of replacing them, or let all ranks call reconfigure(mode=...)"
+                " after that, with the mode they have, which takes them where they are"
+            )
+
+    def _moved(self, places: Mapping[str, _Place]) -> str:
+        """Name which of these have moved, and how, as the begin of an error; nothing if none has."""
         # Runs at every update over every tensor: no Python function per tensor while nothing has moved.
         find, owners = self._parameters.get, self._owners
-        suspects = [
-            name
-            for name, place in self._places.items()
-            if owners
-            or (found := find(name)) is None
-            or (found.data_ptr(), found.shape, found.stride(), found.dtype) != place
-        ]
+        with torch.no_grad():
+            suspects = [
+                name
+                for name, place in places.items()
+                if owners
+                or (found := find(name)) is None
+                or (found.data_ptr(), found.shape, found.stride(), found.dtype) != place
+            ]
         moved = [f"{name}: {how}" for name in suspects if (how := self._how_moved(name))]
-        if moved:
-            rest = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
-            raise LayoutError(
-                f"{len(moved)} of {len(self._places)} destinations no longer alias the live parameters: "
-                f"{'; '.join(moved[:_SHOWN])}{rest}. Updates would go to dead memory: bind and discover "
-                "after the step that replaces parameters, or keep it from replacing them"
-            )
+        if not moved:
+            return ""
+        rest = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
+        return f"{len(moved)} of {len(self._places)} tensors ({'; '.join(moved[:_SHOWN])}{rest})"
 
     def bind_again(self) -> Bindings:
         """Remember where the same parameters lie now, of a mapping that shows replaced ones.

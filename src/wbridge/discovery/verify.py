@@ -85,7 +85,7 @@ def _replay(
     touched = {n: t for n, t in live.items() if is_full or storage_key(t) in storages}
     tracer = Tracer({n: t for n, t in live.items() if n not in touched})
     shadows = Shadows(touched.values())
-    device = next(iter(live.values())).device
+    device = next(iter(live.values())).device if live else torch.device("cpu")
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, spec in source_map.checkpoint.items():

@@ -31,13 +31,21 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
 
 class LocalShards(Mapping[str, torch.Tensor]):
-    """This rank's part of each of them, to read."""
+    """This rank's part of each of them, to read.
+
+    While FSDP has whole parameters in the module, between a forward and a backward pass say, the part is
+    that of the parameter which it puts back afterwards.
+    """
 
     def __init__(self, tensors: LiveTensors) -> None:
         self._tensors = tensors
+        self._sharded = {name: t for name in tensors if isinstance(t := tensors[name], DTensor)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return local_tensor(self._tensors[name])
+        tensor, sharded = self._tensors[name], self._sharded.get(name)
+        if sharded is not None and getattr(tensor, "placements", None) != sharded.placements:
+            tensor = sharded
+        return local_tensor(tensor)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -28,5 +28,8 @@ def itemsize(dtype: str) -> int:
 
 
 def wire_dtype(source: str, target: str) -> str:
-    """Return the narrower of the two: the sender casts when narrowing, the receiver when widening."""
-    return source if itemsize(source) <= itemsize(target) else target
+    """Return the narrower of the two: the sender casts when narrowing, the receiver when widening.
+
+    Of two that are equally wide it is the target's, so that both ends have what `verify()` compares.
+    """
+    return source if itemsize(source) < itemsize(target) else target

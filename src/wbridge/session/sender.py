@@ -63,6 +63,8 @@ class SenderAdapter:
         the version with direct staging, and only stops waiting with pinned staging.
 
         Raises:
+            ConfigError: `version` is no integer of 64 bits, or `metadata` cannot be sent.
+            LayoutError: parameters are not where they were; names them.
             UpdateAborted: a rank withdrew, the version was aborted, or the membership changed.
             BarrierTimeout: within `update_timeout_s`, engines did not take it (with `every`), or trainer
                 ranks did not make this call; `missing` names them.
@@ -81,8 +83,9 @@ class SenderAdapter:
         """Change how the job moves versions, between two of them; every trainer rank calls it.
 
         Versions that are on their way arrive first; then all workers go into a new epoch, with the same
-        plan. Returns when it is live. `timeout_s` is how long to wait for the other ranks' calls, and for
-        an engine if there is none, by default `connect_timeout_s`.
+        plan. Returns when it is live. So it does with the values that the job has: after a trainer has moved
+        or replaced its parameters, the new epoch takes them where they are. `timeout_s` is how long to wait
+        for the other ranks' calls, and for an engine if there is none, by default `connect_timeout_s`.
 
         Cancelled: before all ranks have called, withdraws the change for all of them; afterwards only
         stops waiting.

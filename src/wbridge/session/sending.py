@@ -12,7 +12,7 @@ from wbridge.control.messages import FlowMessage, Sums, Verified
 from wbridge.device.base import Event
 from wbridge.engine.context import SenderContext
 from wbridge.engine.send import SendEngine
-from wbridge.errors import BarrierTimeout, ProtocolError, UpdateAborted, WBridgeError
+from wbridge.errors import BarrierTimeout, LayoutError, ProtocolError, UpdateAborted, WBridgeError
 from wbridge.flow.messages import (
     AbortTicket,
     Announced,
@@ -43,6 +43,7 @@ class SendingEpoch:
         engines: tuple[str, ...],
         *,
         number_call: Callable[[], int],
+        check_source: Callable[[], None],
         holdings: Holdings,
         post: Callable[[FlowMessage], None],
         submit: Callable[[Callable[[], Awaitable[None]]], Future[None]],
@@ -50,6 +51,7 @@ class SendingEpoch:
         self.context = context
         self.engine: SendEngine = SendEngine(context, source_free=self._source_free)
         self._engines = engines
+        self._check_source = check_source
         self.verifier: Verifier = Verifier(holdings, post)
         self._fence = SourceFence(context.worker, holdings)
         self._post = post
@@ -82,6 +84,10 @@ class SendingEpoch:
         return publication
 
     async def _publish(self, publication: Publication, metadata: bytes, after: Event) -> None:
+        try:
+            self._check_source()
+        except LayoutError as exc:
+            raise LayoutError(f"{self.context.worker}: version {publication.version}: {exc}") from exc
         staging = self.context.staging
         if not staging.has_free_snapshot:
             self._post(Waiting(publication.call))

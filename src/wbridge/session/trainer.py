@@ -10,12 +10,14 @@ from collections.abc import Mapping
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import msgspec
 
 from wbridge.config import Config, Mode
 from wbridge.control.agreement import adopt
 from wbridge.control.messages import Committed, EpochStart, FlowMessage, Value
 from wbridge.device.base import AnyStream, Device, Event
+from wbridge.discovery.pointers import Bindings, bind
 from wbridge.engine.wire import DataFrame
 from wbridge.errors import BarrierTimeout, ConfigError, PeerLost, UpdateAborted, WBridgeError
 from wbridge.flow.messages import Credit, Placed
@@ -32,6 +34,9 @@ from wbridge.session.sending import SendingEpoch
 from wbridge.session.updates import MAX_METADATA_NBYTES, Metadata
 from wbridge.session.verification import Verification
 from wbridge.session.worker import Worker, load_job
+
+NUM_CHECKED = 512
+"""Of so many tensors a send looks whether they are where they were; the next one goes on with others."""
 
 
 class Trainer:
@@ -54,6 +59,7 @@ class Trainer:
         self._epoch: SendingEpoch | None = None
         self._live = anyio.Event()
         self._ended: WBridgeError | None = None
+        self._bindings: Bindings | None = None
         self._last_version: int | None = None
         self.last_send: SendStats | None = None
         self.standings: Standings = Standings()
@@ -157,6 +163,7 @@ class Trainer:
         self._config = config
         self.standings.enter(start.standings)
         await self._end_epoch(UpdateAborted("members or settings have changed; send the version again"))
+        bindings = self._bindings = await anyio.to_thread.run_sync(self._bind)
         device = self._worker.open_epoch_device()
         context = await open_sender_context(
             start,
@@ -170,12 +177,21 @@ class Trainer:
             context,
             start.engines,
             number_call=self._worker.number_call,
+            check_source=functools.partial(bindings.check_some, NUM_CHECKED),
             holdings=self._worker.holdings(plan, self._source.parameters),
             post=self._post,
             submit=lambda work: self._worker.loop.submit(work).finished,
         )
         assert self._tasks is not None
         self._worker.run_epoch(self._tasks, self._epoch.engine.run)
+
+    def _bind(self) -> Bindings:
+        """Remember where the weights lie that this epoch will read."""
+        if self._bindings is not None:
+            return self._bindings.bind_again()
+        source_map = self._worker.source_map
+        assert source_map is not None, "an epoch starts before the weights are described"
+        return bind(self._source.parameters, names=source_map.parameters)
 
     def epoch_live(self, epoch: Epoch) -> None:
         self._live.set()

@@ -35,7 +35,7 @@ def test_c33_replaced_parameter_object_is_named() -> None:
     model, bindings = bound_model()
     model[1].weight = torch.nn.Parameter(model[1].weight.detach())
     with pytest.raises(
-        LayoutError, match=r"1 of 4 destinations.*'?1\.weight'?: its parameter object was replaced"
+        LayoutError, match=r"1 of 4 tensors.*'?1\.weight'?: its parameter object was replaced"
     ):
         bindings.check()
 
@@ -59,7 +59,7 @@ def test_c36_all_moved_tensors_are_counted() -> None:
     model, bindings = bound_model()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    with pytest.raises(LayoutError, match="4 of 4 destinations"):
+    with pytest.raises(LayoutError, match="4 of 4 tensors"):
         bindings.check()
 
 
@@ -111,7 +111,7 @@ def test_mapping_that_looks_tensors_up_needs_no_owners() -> None:
     module.bias = torch.nn.Parameter(torch.zeros(2))
     bindings.check()
     module.weight = torch.nn.Parameter(torch.zeros(2, 3))
-    with pytest.raises(LayoutError, match=r"1 of 1 destinations.*weight: its storage was replaced"):
+    with pytest.raises(LayoutError, match=r"1 of 1 tensors.*weight: its storage was replaced"):
         bindings.check()
 
 
@@ -133,3 +133,17 @@ def test_discovery_on_a_mapping_that_looks_tensors_up(method: str) -> None:
     )
     assert {m.parameter for m in source_map.mapped} == {"weight", "bias"}
     assert torch.equal(module.weight, before)
+
+
+def test_a_source_is_looked_at_in_turns() -> None:
+    tensors = {str(i): torch.zeros(2) for i in range(5)}
+    bindings = bind(tensors)
+    tensors["3"] = torch.zeros(2)
+    bindings.check_some(2)
+    with pytest.raises(LayoutError, match=r"1 of 5 tensors \(3: its storage was replaced\)"):
+        bindings.check_some(2)
+    bindings.check_some(2)
+    bindings.check_some(2)
+    with pytest.raises(LayoutError, match="reconfigure"):
+        bindings.check_some(2)
+    assert len(bindings.bind_again()) == 5

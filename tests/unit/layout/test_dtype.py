@@ -15,6 +15,7 @@ def test_sizes_follow_the_name() -> None:
 def test_the_wire_carries_the_narrower_dtype() -> None:
     assert wire_dtype("float32", "bfloat16") == "bfloat16"
     assert wire_dtype("bfloat16", "float32") == "bfloat16"
+    assert wire_dtype("float16", "bfloat16") == "bfloat16"
 
 
 def test_an_unknown_dtype_lists_the_known_ones() -> None:

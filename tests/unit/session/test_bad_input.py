@@ -15,7 +15,7 @@ import torch
 
 import wbridge
 from tests.models.toy import Rollout, Trainer, specs
-from tests.unit.session.job import PATIENCE_S, gather, rendezvous, running, settings
+from tests.unit.session.job import MODES, PATIENCE_S, gather, rendezvous, running, settings
 from wbridge.control.rendezvous import FileRendezvous, look_up
 from wbridge.errors import (
     AuthenticationError,
@@ -345,3 +345,39 @@ async def test_a_version_that_is_no_number_of_64_bits_ends_the_call_alone(tmp_pa
         for version in (2**64 - 1, -(2**63)):
             await job.senders[0].send_weights(version)
             assert [update.version for update in await job.take()] == [version]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_source_that_moved_is_not_read_and_reconfigure_finds_it(mode: str, tmp_path: Path) -> None:
+    """The old memory would be sent for good, and no engine would notice."""
+    async with running(tmp_path, mode, engines=ONE) as job:
+        await job.update(1)
+        name, tensor = next(iter(job.trainers[1].parameters.items()))
+        job.trainers[1].parameters[name] = tensor.clone()
+        errors: dict[int, WBridgeError] = {}
+
+        async def send(rank: int) -> None:
+            with pytest.raises(WBridgeError) as caught:
+                await (await job.senders[rank].send_weights(2)).applied()
+            errors[rank] = caught.value
+
+        await gather(lambda: send(0), lambda: send(1))
+        assert isinstance(errors[0], UpdateAborted)
+        assert isinstance(errors[1], LayoutError)
+        assert all(
+            text in str(errors[1]) for text in (name, "trainer/trainer[1]", "version 2", "reconfigure")
+        )
+        polling = anyio.CancelScope()
+
+        async def poll() -> None:
+            with polling:
+                while True:
+                    await job.receivers[0].poll_requests(wait_s=0.01)
+
+        async def reconfigure() -> None:
+            await gather(*[lambda s=s: s.reconfigure(mode=mode) for s in job.senders])
+            polling.cancel()
+
+        await gather(poll, reconfigure)
+        await job.update(3)
+        assert job.holds(3)

@@ -52,7 +52,12 @@ async def test_engines_of_any_layout_are_found_equal(mode: str, tmp_path: Path) 
         ]
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), HALVES, HALVES[::-1]]
+)
 async def test_a_cast_on_the_way_is_no_difference(
     dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path
 ) -> None:
