@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -47,8 +48,11 @@ def faults(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need a GPU; `docs/how-to/run-on-a-gpu.md` has the way without a network."""
-    run(session, "-m", "pytest", "-m", "gpu", *(session.posargs or ("tests/gpu", "tests/conformance")))
+    """Run the tests and the benchmark that need a GPU; arguments go to `gpu_suite.py`. Needs no network.
+
+    In the Python that runs nox: the torch of the other sessions is built without CUDA.
+    """
+    session.run(sys.executable, "benchmarks/harness/gpu_suite.py", *session.posargs, external=True)
 
 
 @nox.session
@@ -81,6 +85,10 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run one benchmark: `nox -s bench -- NAME [--json PATH] [its own arguments]`."""
+    if session.posargs[:1] == ["gpu"]:  # as in the session `gpu`, which builds the extension
+        parts = ("--parts", "build,bench", f"--bench={shlex.join(session.posargs[1:])}")
+        session.run(sys.executable, "benchmarks/harness/gpu_suite.py", *parts, external=True)
+        return
     run(session, "-m", "benchmarks", *session.posargs)
 
 

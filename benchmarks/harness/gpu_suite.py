@@ -1,10 +1,11 @@
 """Run what needs a GPU on a machine that has one and no network, part by part, each with a time limit.
 
-    python3 benchmarks/harness/gpu_suite.py --out DIR [--wheels DIR] [--parts wheels,build,tests,bench]
+    python3 benchmarks/harness/gpu_suite.py [--out DIR] [--wheels DIR] [--parts build,tests]
 
 `wheels` installs every wheel of a folder, without a network, into a folder of its own. `build` compiles the
 native extension beside the sources. `tests` and `bench` run with both on their path. A part that fails
-does not stop the next one. Logs, `gpu.json` and `summary.json` are in `--out`.
+does not stop the next one; tests of which none has run have failed. Logs, `gpu.json` and `summary.json` are
+in `--out`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "gpu"
+RESULTS = ROOT / "build" / "gpu-results"
 GRACE_S = 10.0
 FILE_LIMIT_S = 200.0
 NO_TESTS = 5
@@ -66,20 +69,17 @@ class Options(NamedTuple):
 def main() -> int:
     arguments = parse_arguments()
     options = options_of(arguments)
+    chosen = arguments.parts.split(",")
+    if unknown := sorted(set(chosen) - set(PARTS)):
+        print(f"there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}")
+        return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, Callable[[Options], bool]] = {
-        "wheels": install_wheels,
-        "build": build_extension,
-        "check": check_environment,
-        "tests": run_tests,
-        "bench": run_benchmark,
-    }
     summary: dict[str, object] = {"python": platform.python_version(), "machine": platform.machine()}
     is_well = True
-    for name in arguments.parts.split(","):
+    for name in chosen:
         begin_s = time.monotonic()
         print(f"== {name}", flush=True)
-        passed = parts[name](options)
+        passed = PARTS[name](options)
         took_s = time.monotonic() - begin_s
         summary[name] = {"passed": passed, "seconds": round(took_s, 1)}
         print(f"== {name}: {'passed' if passed else 'FAILED'} in {took_s:.1f} s", flush=True)
@@ -92,9 +92,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder for logs and results: {RESULTS}")
     parser.add_argument("--wheels", type=Path, help="folder with wheels of what is not installed here")
-    parser.add_argument("--parts", default="wheels,build,check,tests,bench", help="some of these, in order")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of these, in order")
     parser.add_argument("--tests", default="", help="arguments for pytest, such as '-k streams'")
     parser.add_argument("--bench", default="", help="arguments for the benchmark, such as '--only pinned'")
     parser.add_argument("--tests-limit-s", type=float, default=480.0)
@@ -163,7 +163,8 @@ def run_tests(options: Options) -> bool:
     named = [word for word in options.tests if word.startswith("tests/")]
     files = [name for word in named or ("tests/conformance", "tests/gpu") for name in test_files(word)]
     others = [word for word in options.tests if word not in named]
-    until_s, failed = time.monotonic() + options.tests_limit_s, []
+    until_s, failed = time.monotonic() + options.tests_limit_s, list[str]()
+    counts: Counter[str] = Counter()
     for number, file in enumerate(files):
         results = options.site.with_suffix(f".{number}.xml")
         results.unlink(missing_ok=True)
@@ -171,9 +172,11 @@ def run_tests(options: Options) -> bool:
         limit_s = max(until_s - time.monotonic(), 1.0)
         if not run(command, "tests", options, limit_s=min(limit_s, FILE_LIMIT_S), passes=(0, NO_TESTS)):
             failed += failures(results) or [f"{file}: it has left no results"]
+        counts.update(outcomes(results))
     for name in failed:
         print(f"FAILED {name}", flush=True)
-    return not failed
+    print(f"{counts['passed']} passed, {counts['skipped']} skipped, {len(failed)} failed", flush=True)
+    return not failed and counts["passed"] > 0
 
 
 def test_files(name: str) -> list[str]:
@@ -184,11 +187,22 @@ def test_files(name: str) -> list[str]:
 
 
 def failures(results: Path) -> list[str]:
-    if not results.exists():
-        return []
-    cases = xml.etree.ElementTree.parse(results).iter("testcase")
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    bad = [case for case in test_cases(results) if outcome_of(case) == "failed"]
     return [f"{case.get('classname')}::{case.get('name')}" for case in bad]
+
+
+def outcomes(results: Path) -> list[str]:
+    return [outcome_of(case) for case in test_cases(results)]
+
+
+def test_cases(results: Path) -> list[xml.etree.ElementTree.Element]:
+    return list(xml.etree.ElementTree.parse(results).iter("testcase")) if results.exists() else []
+
+
+def outcome_of(case: xml.etree.ElementTree.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    return "passed" if case.find("skipped") is None else "skipped"
 
 
 def run_benchmark(options: Options) -> bool:
@@ -255,6 +269,14 @@ class Limit:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, number)
 
+
+PARTS: dict[str, Callable[[Options], bool]] = {
+    "wheels": install_wheels,
+    "build": build_extension,
+    "check": check_environment,
+    "tests": run_tests,
+    "bench": run_benchmark,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -59,6 +59,7 @@ def test_the_suite_runs_its_parts_and_writes_a_summary(tmp_path: Path) -> None:
     tests = "--on cpu tests/gpu/test_session.py -k 'widened and sync'"
     suite = str(ROOT / "benchmarks" / "harness" / "gpu_suite.py")
     said = run(suite, "--out", str(tmp_path), "--parts", "wheels,tests", "--tests", tests)
+    assert "2 passed, 0 skipped, 0 failed" in said
     assert "== tests: passed" in said
     assert json.loads((tmp_path / "summary.json").read_text())["tests"]["passed"] is True
     assert "2 passed" in (tmp_path / "tests.log").read_text()
