@@ -181,6 +181,10 @@ def _map(index: int, handle: Any, size: int) -> int:
     address = _RANGES.take(size)
     try:
         call("cuMemMap", address, size, 0, handle, 0)
+    except DriverError:
+        _RANGES.give_back(size, address)
+        raise
+    try:
         access = struct("CUmemAccessDesc")
         access.location.type = constant("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE")
         access.location.id = index
@@ -193,7 +197,7 @@ def _map(index: int, handle: Any, size: int) -> int:
 
 
 def _unmap(index: int, address: int, size: int) -> None:
-    """Also at the end of the process, when the driver may have ended already, and of what is half mapped."""
+    """Also at the end of the process, when the driver may have ended already."""
     with suppress(DriverError), current(index):
         call("cuMemUnmap", address, size)
         _RANGES.give_back(size, address)

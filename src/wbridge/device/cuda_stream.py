@@ -114,7 +114,7 @@ class CudaStream:
         self._check_open()
         if self._error is None:
             try:
-                with working_on(self.handle):
+                with relaxed(), working_on(self.handle):  # it may be the first to ask torch for memory
                     work()
             except Exception as exc:  # a task boundary: the next event raises it
                 self._error = exc

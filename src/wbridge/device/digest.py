@@ -6,12 +6,14 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Final, TypeAlias
 
 import msgspec
 import torch
 
 from wbridge.device.copy import Tensors, last_element
+from wbridge.device.cuda_driver import relaxed
 from wbridge.device.kernels.digests import Digested, DigestTable, can_digest
 from wbridge.device.kernels.program import why_missing
 from wbridge.errors import LayoutError
@@ -87,7 +89,8 @@ class _Sums:
             self._places.setdefault((part.key, part.tensor), len(self._places))
         self._device = device
         is_cuda = device.type == "cuda"
-        self._host = torch.zeros(len(self._places), dtype=torch.int64, pin_memory=is_cuda)
+        with relaxed() if is_cuda else nullcontext():
+            self._host = torch.zeros(len(self._places), dtype=torch.int64, pin_memory=is_cuda)
         has_kernel = is_cuda and why_missing(device.index) is None
         by_kernel = [part for part in parts if has_kernel and _is_for_kernel(part, tensors)]
         self._by_torch = [part for part in parts if not (has_kernel and _is_for_kernel(part, tensors))]
