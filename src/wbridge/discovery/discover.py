@@ -15,7 +15,7 @@ from wbridge.discovery.pointers import Owner
 from wbridge.discovery.probe import probe
 from wbridge.discovery.trace import Discovered, LoadWeights, trace
 from wbridge.discovery.verify import verify
-from wbridge.errors import CoverageError, InternalError
+from wbridge.errors import CoverageError, InternalError, LayoutError
 from wbridge.layout.coverage import check_coverage
 from wbridge.layout.source_map import ASSEMBLED, SourceMap, TensorSpec
 
@@ -60,11 +60,12 @@ def discover(
     else:
         found = probe(checkpoint=checkpoint, **worker, atomic=atomic)
     check_fed(found, allow_unfed=config.allow_unfed)
+    check_named(found, include=config.include)
     unfed = check_coverage(found.source_map, allow_unfed=["*"])
     if dict(unfed) != dict(found.source_map.unfed):
         raise InternalError(f"{method} counts unfed elements {found.source_map.unfed}, coverage {unfed}")
     if config.verify != "off":
-        verify(source_map=found.source_map, **worker, amount=config.verify)
+        verify(source_map=found.source_map, **worker, amount=config.verify, beside=found.beside_tensors)
     source_map = select(found.source_map, include=config.include)
     if cache is not None:
         cache.store(digest, source_map)
@@ -102,6 +103,30 @@ def check_fed(found: Discovered, *, allow_unfed: Iterable[str]) -> None:
     )
 
 
+def check_named(found: Discovered, *, include: Sequence[str]) -> None:
+    """Return if the loader fills no tensor of somebody else's that would never be updated.
+
+    Raises:
+        LayoutError: it does; names the checkpoint tensor and says what the tensor looks like.
+    """
+    source_map = found.source_map
+    fed = {m.tensor for m in source_map.mapped}
+    for tensor, names in found.beside:
+        left = [n for n in names if n not in fed and _is_included(n, include)]
+        if left:
+            shape = "x".join(map(str, source_map.checkpoint[left[0]].shape)) or "scalar"
+            raise LayoutError(
+                f"load_weights puts checkpoint tensor {left[0]!r} ({shape}) into a {tensor.dtype} tensor that"
+                " is neither in `parameters` nor in `buffers`, so no version would reach it. Give that tensor"
+                " too (named_parameters() has no buffers: add named_buffers()), or leave the checkpoint"
+                " tensor out with `include`"
+            )
+
+
+def _is_included(name: str, include: Sequence[str]) -> bool:
+    return not include or any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
+
+
 def select(source_map: SourceMap, *, include: Sequence[str]) -> SourceMap:
     """Leave out the checkpoint tensors that match no pattern of `include`; empty means keep all.
 
@@ -110,7 +135,7 @@ def select(source_map: SourceMap, *, include: Sequence[str]) -> SourceMap:
     """
     if not include:
         return source_map
-    kept = {t for t in source_map.checkpoint if any(fnmatch.fnmatchcase(t, p) for p in include)}
+    kept = {t for t in source_map.checkpoint if _is_included(t, include)}
     opaque = tuple(target for target in source_map.opaque if kept.intersection(target.tensors))
     assembled = {ASSEMBLED + tensor for target in opaque for tensor in target.tensors}
     mapped = tuple(

@@ -24,10 +24,18 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 class Discovered(msgspec.Struct, frozen=True):
-    """A source map, and how many elements of each parameter the loader did not even set to a constant."""
+    """A source map, and how many elements of each parameter the loader did not even set to a constant.
+
+    `beside` has the tensors that the loader fills beside those it was watched for, and with what.
+    """
 
     source_map: SourceMap
     untouched: dict[str, int]
+    beside: list[tuple[torch.Tensor, tuple[str, ...]]] = []
+
+    @property
+    def beside_tensors(self) -> list[torch.Tensor]:
+        return [tensor for tensor, _ in self.beside]
 
 
 def trace(
@@ -57,7 +65,7 @@ def trace(
         pieces = tracer.pieces(tensor)
         if name in parameters or any(piece.tensors for piece in pieces):
             found.add(name, tensor, pieces)
-    return found.discovered(atomic)
+    return msgspec.structs.replace(found.discovered(atomic), beside=tracer.let_go())
 
 
 def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -89,7 +97,7 @@ def _run(
             raise tracer.failure from exc
         raise LayoutError(
             f"load_weights failed on traced checkpoint tensors: {type(exc).__name__}: {exc}. "
-            "If it works on real ones, use method='probe', or declare the map"
+            "If it works on real ones, give source_map=discover(..., method='probe'), or declare the map"
         ) from exc
     finally:
         replaced = undo.restore()

@@ -5,12 +5,14 @@ While a loader is watched, no operator reaches a live tensor: writes are recorde
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any  # operator arguments and results are whatever the loader uses
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from wbridge.discovery.content import (
     CONSTANT,
@@ -99,6 +101,27 @@ class Tracer:
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Return whether anything was recorded for the storage of `tensor`."""
         return (storage_key(tensor), tensor.dtype) in self._contents
+
+    def let_go(self) -> list[tuple[torch.Tensor, tuple[str, ...]]]:
+        """Return what else holds checkpoint elements, as tensors of whole storages, and which.
+
+        The loader has returned: its own buffers are gone when this lets go of them. What is still there
+        belongs to somebody.
+        """
+        found: dict[Key, tuple[Any, tuple[str, ...]]] = {}  # Any: torch's reference is untyped
+        for tensor in self._kept:
+            key = storage_key(tensor), tensor.dtype
+            if key[0] not in self._live and (names := self._contents[key].tensors()):
+                found[key] = StorageWeakRef(tensor.untyped_storage()), names  # type: ignore[no-untyped-call]  # as above
+        self._kept.clear()
+        if any(not reference.expired() for reference, _ in found.values()):
+            gc.collect()  # a buffer in a cycle of references
+        beside: list[tuple[torch.Tensor, tuple[str, ...]]] = []
+        for (_, dtype), (reference, names) in found.items():
+            storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                beside.append((torch.empty(0, dtype=dtype, device=storage.device).set_(storage), names))
+        return beside
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Execute, follow or record one operator."""
@@ -236,7 +259,8 @@ class Tracer:
         twins.all(tensors)
         return self._fail(
             f"load_weights looks at the values of checkpoint tensor {_quoted(twins.tensors())} "
-            f"({_where(func)}), which a trace cannot follow; use method='probe', or declare the map"
+            f"({_where(func)}), which a trace cannot follow; give source_map=discover(..., method='probe'),"
+            " or declare the map"
         )
 
     def _fail(self, message: str) -> LayoutError:

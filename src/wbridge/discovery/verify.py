@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -28,10 +28,12 @@ def verify(
     load_weights: LoadWeights,
     buffers: Mapping[str, torch.Tensor] | None = None,
     amount: Literal["sample", "full"] = "sample",
+    beside: Sequence[torch.Tensor] = (),
 ) -> int:
     """Return how many checkpoint tensors were replayed; 0 when the parameters have no memory.
 
-    The loader writes into shadows of the parameters that are looked at and nowhere else. A sample
+    The loader writes into shadows of the parameters that are looked at and nowhere else: `beside` has the
+    tensors that it fills without their being parameters or buffers. A sample
     has every tensor class (name without digits, shape, dtype) once, with all tensors that share a
     parameter with one; the rest of the checkpoint is traced, not materialised. What a probe found
     is always replayed in full, since its loader may look at values.
@@ -46,9 +48,9 @@ def verify(
     chosen = {m.tensor for m in mapped}
     if amount == "sample" and source_map.method == "trace":
         sample = _sample(source_map, mapped)
-        if _replay(source_map, mapped, live, load_weights, sample):
+        if _replay(source_map, mapped, live, load_weights, sample, beside):
             return len(sample)
-    _replay(source_map, mapped, live, load_weights, chosen | set(source_map.checkpoint))
+    _replay(source_map, mapped, live, load_weights, chosen | set(source_map.checkpoint), beside)
     return len(chosen)
 
 
@@ -74,6 +76,7 @@ def _replay(
     live: Mapping[str, torch.Tensor],
     load_weights: LoadWeights,
     chosen: set[str],
+    beside: Sequence[torch.Tensor],
 ) -> bool:
     """Compare what the map says with what the loader does.
 
@@ -84,7 +87,7 @@ def _replay(
     storages = {storage_key(live[name]) for name in wanted}
     touched = {n: t for n, t in live.items() if is_full or storage_key(t) in storages}
     tracer = Tracer({n: t for n, t in live.items() if n not in touched})
-    shadows = Shadows(touched.values())
+    shadows = Shadows([*touched.values(), *beside])
     device = next(iter(live.values())).device if live else torch.device("cpu")
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:

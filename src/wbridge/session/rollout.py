@@ -117,7 +117,7 @@ class Rollout:
         assert lockstep is not None and readiness is not None
         clock = UpdateClock(slept=wait_s is not None and not lockstep.follower.flag)
         refusal: BaseException | None = None
-        self._applying = None
+        failure, self._applying = "", None
         self._pausing.begin_poll()
         place = (self._worker.stream_of_caller(stream), get_ident())
         instruction = yield from self._ask(readiness.begin, clock, *place, wait_s is not None, wait_s=wait_s)
@@ -135,7 +135,7 @@ class Rollout:
                     yield from self._pausing.end(None, refusal)
                     return None
                 case Leave():
-                    return (yield from self._leave(instruction, clock.stats(instruction.lag)))
+                    return (yield from self._leave(instruction, clock.stats(instruction.lag), failure))
                 case PollFails():
                     yield from self._pausing.end(None, self._failure(instruction))
 
@@ -192,12 +192,13 @@ class Rollout:
         load = self._target.load_assembled or self._target.load_weights
         return self._pausing.finish(self._destinations.finish, load, self._target.after_apply)
 
-    def _leave(self, leave: Leave, stats: UpdateStats) -> Script[Update | None]:
+    def _leave(self, leave: Leave, stats: UpdateStats, failure: str) -> Script[Update | None]:
         if leave.outcome == "aborted":
             yield from self._pausing.end(None)
             return None
         if leave.outcome == "tainted":
-            self._taint(f"version {leave.version} (ticket {leave.ticket}) failed midway")
+            why = f" here: {failure}" if failure else ""
+            self._taint(f"version {leave.version} (ticket {leave.ticket}) failed midway{why}")
             error = f"{self._target.worker}: {self.serving.tainted}; poll until a whole version lands"
             yield from self._pausing.end(None, UpdateAborted(error))  # raises it
         assert self._applying is not None

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+
 import msgspec
 import pytest
 import torch
 
 from tests.models.replay import Weights, bits, from_dict, traced
+from wbridge.config import Config
+from wbridge.discovery.discover import discover
 from wbridge.discovery.shadow import Carried
+from wbridge.discovery.specs import specs_of
 from wbridge.discovery.verify import verify
 from wbridge.errors import LayoutError
 from wbridge.layout.region import Region, Strided
-from wbridge.layout.source_map import Mapped
+from wbridge.layout.source_map import Mapped, SourceMap, TensorSpec
 
 WEIGHTS = {
     f"layers.{i}.{n}": torch.zeros(4, 6, dtype=torch.bfloat16) for i in range(4) for n in ("q", "k", "o")
@@ -137,3 +142,66 @@ def test_loader_that_rejects_random_data_is_named_with_the_remedy() -> None:
     with pytest.raises(LayoutError, match=r"random data: ValueError: not a probability.*verify = 'off'"):
         verify(source_map=source_map, parameters=w, load_weights=from_dict(load))
     assert torch.equal(w["p"], torch.ones(2))
+
+
+def module_with_buffer() -> tuple[torch.nn.Module, Callable[[Iterable[tuple[str, torch.Tensor]]], None]]:
+    """Tied weights, so that all is replayed, and a buffer that the loader fills as well."""
+    module = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 5, bias=False))
+    module[1].weight = module[0].weight
+    module.register_buffer("scale", torch.ones(3))
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            tensors[name].data.copy_(weight)
+
+    return module, load
+
+
+@pytest.mark.parametrize("amount", ["sample", "full"])
+def test_a_tensor_that_nobody_named_is_named_and_keeps_its_values(amount: str) -> None:
+    module, load = module_with_buffer()
+    named, settings = dict(module.named_parameters()), {"verify": amount}
+
+    def find(
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        **more: object,
+    ) -> SourceMap:
+        config = msgspec.convert(settings | more, Config)
+        return discover(
+            checkpoint=specs_of(module.state_dict()),
+            parameters=parameters,
+            buffers=buffers,
+            load_weights=load,
+            config=config,
+        )
+
+    with pytest.raises(LayoutError, match=r"'scale' \(3\).*`buffers`.*`include`"):
+        find(named)
+    for source_map in (find(named, dict(module.named_buffers())), find(named | dict(module.named_buffers()))):
+        assert "scale" in {mapped.parameter for mapped in source_map.mapped}
+    assert "scale" not in find(named, include=["0.*", "1.*"]).checkpoint
+    assert module.scale.eq(1).all()
+
+
+def test_buffers_of_the_loaders_own_are_nobodys_business() -> None:
+    kept, parameters = torch.zeros(4), {"w": torch.zeros(2, 4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            cycle: list[object] = [torch.zeros(4)]
+            cycle.append(cycle)
+            cycle[0].copy_(weight[0])  # type: ignore[attr-defined]  # a tensor
+            kept.copy_(weight[1])
+            parameters["w"][0].copy_(cycle[0])  # type: ignore[arg-type]  # as above
+            parameters["w"][1].copy_(kept)
+
+    source_map = discover(
+        checkpoint={"w": TensorSpec((2, 4), "float32")},
+        parameters=parameters,
+        load_weights=load,
+        config=Config(verify="full"),
+    )
+    assert sum(mapped.region.num_elements for mapped in source_map.mapped) == 8
+    assert not kept.any()
