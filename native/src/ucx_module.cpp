@@ -4,6 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+#include <stdexcept>
+
 #include "bytes.hpp"
 #include "ucx_worker.hpp"
 
@@ -12,6 +15,7 @@ namespace nb = nanobind;
 namespace {
 
 using wbridge::Bytes;
+using wbridge::UcxRun;
 using wbridge::UcxWorker;
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
@@ -30,7 +34,7 @@ nb::list drain(UcxWorker &worker) {
 
 NB_MODULE(_ucx, module) {
     module.doc() = "A UCX worker with one-sided puts, progressed outside the GIL.";
-    module.attr("INTERFACE") = 1;
+    module.attr("INTERFACE") = 2;
     module.attr("FINISHED") = static_cast<int>(wbridge::UcxEvent::finished);
     module.attr("FRAME") = static_cast<int>(wbridge::UcxEvent::frame);
     module.attr("LOST") = static_cast<int>(wbridge::UcxEvent::lost);
@@ -109,6 +113,20 @@ NB_MODULE(_ucx, module) {
             nb::arg("route"), nb::arg("memory"), nb::arg("remote"), nb::arg("key"),
             nb::sig("def put(self, route: int, memory: typing_extensions.Buffer, remote: int, key: int) -> int"),
             "Write `memory` to the peer's address `remote`; over when the bytes are in place there.")
+        .def(
+            "put_runs",
+            [](UcxWorker &self, std::uint64_t route, nb::handle runs, std::uint64_t base, std::uint64_t remote,
+               std::uint64_t key) {
+                const Bytes bytes(runs, PyBUF_SIMPLE);
+                const auto nbytes = static_cast<std::size_t>(bytes.nbytes());
+                if (nbytes % sizeof(UcxRun) != 0) throw std::invalid_argument("runs are rows of three 64-bit integers");
+                std::vector<UcxRun> copied(nbytes / sizeof(UcxRun));
+                if (nbytes > 0) std::memcpy(copied.data(), bytes.data(), nbytes);
+                return self.put_runs(route, std::move(copied), base, remote, key);
+            },
+            nb::arg("route"), nb::arg("runs"), nb::arg("base"), nb::arg("remote"), nb::arg("key"),
+            nb::sig("def put_runs(self, route: int, runs: typing_extensions.Buffer, base: int, remote: int, key: int) -> int"),
+            "Write all runs, rows of (from, to, nbytes), from `base` to the peer's address `remote`, as one put.")
         .def("drain", &drain, nb::sig("def drain(self) -> list[tuple[int, int, bytes]]"),
              "Return what has happened: kind, number, and the frame or the reason of a failure.")
         .def("close", &UcxWorker::close, nb::arg("timeout_s"), Released(), "End the thread. Idempotent.");

@@ -83,6 +83,8 @@ struct UcxWorker::Operation {
     std::string owned;        // the bytes of a frame
     bool must_flush = false;  // a put, until its endpoint is flushed
     Key key;                  // of a put
+    std::size_t num_running = 0;  // parts of a put
+    ucs_status_t failure = UCS_OK;  // of a part
     void *request = nullptr;
 };
 
@@ -245,6 +247,34 @@ UcxWorker::Number UcxWorker::put(Number number, const void *memory, std::size_t 
         self.key = this_->keys_.at(key);
         return ucp_put_nbx(this_->route(self.route).endpoint, memory, nbytes, remote, self.key.get(), &parameters);
     });
+}
+
+UcxWorker::Number UcxWorker::put_runs(Number number, std::vector<UcxRun> runs, Number base, Number remote, Number key) {
+    auto operation = std::make_unique<Operation>(this, number);
+    operation->must_flush = true;
+    return begin(std::move(operation), [=, this_ = this, runs = std::move(runs)](Operation &self) {
+        self.key = this_->keys_.at(key);
+        return this_->start_runs(self, runs, base, remote);
+    });
+}
+
+// Returns UCX's answer for all of them together: a pointer while some are on their way.
+ucs_status_ptr_t UcxWorker::start_runs(Operation &operation, const std::vector<UcxRun> &runs, Number base, Number remote) {
+    const ucp_ep_h endpoint = route(operation.route).endpoint;
+    auto parameters = with(&operation);
+    parameters.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+    parameters.memory_type = UCS_MEMORY_TYPE_HOST;
+    parameters.cb.send = on_run_sent;
+    for (const UcxRun &run : runs) {
+        const auto request = ucp_put_nbx(endpoint, reinterpret_cast<const void *>(base + run.from), run.nbytes,
+                                         remote + run.to, operation.key.get(), &parameters);
+        if (UCS_PTR_IS_ERR(request)) {
+            operation.failure = UCS_PTR_STATUS(request);
+            break;
+        }
+        if (request != nullptr) operation.num_running++;  // it ends later, in this thread
+    }
+    return operation.num_running > 0 ? &operation : UCS_STATUS_PTR(operation.failure);
 }
 
 std::vector<UcxEvent> UcxWorker::drain() {
@@ -526,6 +556,13 @@ void UcxWorker::on_sent(void *request, ucs_status_t status, void *data) {
     auto &operation = *static_cast<Operation *>(data);
     ucp_request_free(request);
     operation.worker->step(operation, status);
+}
+
+void UcxWorker::on_run_sent(void *request, ucs_status_t status, void *data) {
+    auto &operation = *static_cast<Operation *>(data);
+    ucp_request_free(request);
+    if (operation.failure == UCS_OK) operation.failure = status;
+    if (--operation.num_running == 0) operation.worker->step(operation, operation.failure);
 }
 
 void UcxWorker::on_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *, void *data) {

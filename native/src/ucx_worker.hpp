@@ -28,6 +28,13 @@ struct UcxEvent {
     std::string text;      // what went wrong, nothing if all went well; of a frame its bytes
 };
 
+// A part of a put: from where, and where to, in bytes from the two places that are given with all of them.
+struct UcxRun {
+    std::uint64_t from;
+    std::uint64_t to;
+    std::uint64_t nbytes;
+};
+
 class UcxWorker {
 public:
     using Settings = std::vector<std::pair<std::string, std::string>>;
@@ -59,6 +66,7 @@ public:
     Number receive(void *memory, std::size_t nbytes, Number tag);
     // Ends once the bytes are in place there.
     Number put(Number route, const void *memory, std::size_t nbytes, Number remote, Number key);
+    Number put_runs(Number route, std::vector<UcxRun> runs, Number base, Number remote, Number key);
 
     std::vector<UcxEvent> drain();
 
@@ -94,6 +102,9 @@ private:
     void drop_unread();
     Route &route(Number number);
 
+    ucs_status_ptr_t start_runs(Operation &operation, const std::vector<UcxRun> &runs, Number base, Number remote);
+
+    static void on_run_sent(void *request, ucs_status_t status, void *operation);
     static void on_sent(void *request, ucs_status_t status, void *operation);
     static void on_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *operation);
     static void on_frame(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *frame);

@@ -152,6 +152,11 @@ def _check_slot(block: Block, base: int, nbytes: int) -> None:
         raise LayoutError(f"{block.parameter}: byte {stop} lies beyond its slot of {nbytes} bytes")
 
 
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Return the name of its dtype, without `torch.`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def last_element(extents: Sequence[int], strides: Sequence[int]) -> int:
     """Return the offset of the last element of a non-empty strided block, from its first."""
     return sum((n - 1) * s for n, s in zip(extents, strides, strict=True))

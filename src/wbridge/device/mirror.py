@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from wbridge.device.base import Buffer, Device, Event, Stream
-from wbridge.device.copy import Block, Tensors, build_gather, gather, last_element
+from wbridge.device.copy import Block, Tensors, build_gather, dtype_of, gather, last_element
 
 _ALIGNMENT: Final = 64
 
@@ -64,7 +64,7 @@ def _whole(name: str, tensor: torch.Tensor, offset: int) -> Block:
         extents=shape,
         parameter_offset=0,
         parameter_strides=strides,
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=dtype_of(tensor),
         slot_offset=offset,
         slot_strides=strides,
     )

@@ -63,11 +63,11 @@ class Table(Protocol):
 
 
 class Residence:
-    """Keeps the storages of rows whose addresses a table holds, and notices when they move."""
+    """Keeps the storages of tensors whose addresses somebody holds, and notices when they move."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._storages = [row.tensor.untyped_storage() for row in rows]
-        step = -(-len(rows) // _NUM_CHECKED) or 1
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        step = -(-len(tensors) // _NUM_CHECKED) or 1
         self._checked = self._storages[::step]
         self._expected = [storage.data_ptr() for storage in self._checked]
 
@@ -87,7 +87,7 @@ class NativeTable:
     """
 
     def __init__(self, rows: Sequence[Row], *, into_slot: bool) -> None:
-        self._residence = Residence(rows)
+        self._residence = Residence([row.tensor for row in rows])
         numbers = array("q")
         for row in rows:
             itemsize, slot_itemsize = row.tensor.itemsize, row.slot_dtype.itemsize

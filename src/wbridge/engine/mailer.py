@@ -12,6 +12,7 @@ import anyio.to_thread
 import msgspec
 
 from wbridge.device.base import Buffer, Event, PeerMemory
+from wbridge.device.runs import Runs
 from wbridge.engine.context import WriterContext
 from wbridge.engine.wire import encode
 from wbridge.errors import EndpointClosed, PeerLost
@@ -20,6 +21,7 @@ from wbridge.flow.messages import Arrived, Credit, Placed, Placement, Stopped
 from wbridge.plan.types import Piece
 from wbridge.staging.base import Source
 from wbridge.staging.checksum import checksum
+from wbridge.staging.runs import runs_of_slot
 from wbridge.staging.slots import LocalSlot, Place
 from wbridge.transport.base import Endpoint, RemoteSlot, Window
 
@@ -37,8 +39,8 @@ class Order(msgspec.Struct, frozen=True, eq=False):
 class Mailer:
     """All that one sender writes to one receiver; a slow receiver delays no other.
 
-    Pieces are gathered straight into the receiver's memory where that is in reach, else into the slots
-    kept for this receiver, and put from there.
+    Pieces are gathered straight into the receiver's memory where that is in reach. Else they are put: as they
+    lie, where they do so in runs, or from the slots kept for this receiver.
 
     `put_ended` is called with each order once neither end is touched any more, `flushed` with each
     flush, `lost` when the mailer has ended.
@@ -59,6 +61,7 @@ class Mailer:
         self._sums = endpoint.peer in context.checksums
         self._slots = context.gather_slots.get(endpoint.peer)
         self._placements: dict[str, Placement] = {}
+        self._slot_runs: dict[int, Runs] = {}  # by the identity of a piece
         self._adopted: dict[int, tuple[PeerMemory, Buffer]] = {}  # by the identity of the first
         self._adopting = anyio.Lock(fast_acquire=True)
         self._running: dict[Order, anyio.CancelScope] = {}
@@ -121,6 +124,8 @@ class Mailer:
         remote = RemoteSlot(order.credit.token, order.credit.nbytes)
         if self._endpoint.fill is not None:
             await self._endpoint.fill(remote, functools.partial(self._gather_there, order))
+        elif order.credit.in_place and (lent := order.source.lend(order.piece, self._placements)):
+            await self._put_lent(order, remote, *lent)
         elif self._slots is not None:
             slot = await self._slots.acquire()
             try:
@@ -153,11 +158,28 @@ class Mailer:
             return order.source.gather_in_place(order.piece, there.buffer, self._placements)
         return order.source.gather(order.piece, there)
 
+    async def _put_lent(self, order: Order, remote: RemoteSlot, runs: Runs, ready: Event) -> None:
+        """Put straight from the weights into the parameters."""
+        try:
+            await ready.wait()
+            await self._put_runs(order, remote, runs)
+        except BaseException:  # whatever it is, the put must have stopped; raised again
+            with anyio.CancelScope(shield=True):
+                await self._settle()  # reads the weights
+            raise
+
+    async def _put_runs(self, order: Order, remote: RemoteSlot, runs: Runs) -> None:
+        put_runs = self._endpoint.put_runs
+        assert put_runs is not None, "who can be written in place told us so over this very connection"
+        await put_runs(remote, runs, self._notification(order, 0))
+
     async def _gather_and_put(self, order: Order, slot: LocalSlot, remote: RemoteSlot) -> None:
         gathered = order.source.gather(order.piece, slot.place)
         try:
             await gathered.wait()
             there = Window(slot.view(order.piece.nbytes), 0, order.piece.nbytes)
+            if order.credit.in_place:
+                return await self._put_runs(order, remote, self._runs_of_slot(order.piece, there.view))
             await self._endpoint.put(there.view, remote, await self._arrived(order, there))
         except BaseException:  # whatever it is, both copies must have stopped; raised again
             with anyio.CancelScope(shield=True):
@@ -165,12 +187,21 @@ class Mailer:
                 await self._settle()  # reads the slot
             raise
 
+    def _runs_of_slot(self, piece: Piece, slot: memoryview) -> Runs:
+        runs = self._slot_runs.get(id(piece))
+        if runs is None:
+            runs = self._slot_runs[id(piece)] = runs_of_slot(piece, self._placements)
+        return runs.read_from(slot)
+
     async def _arrived(self, order: Order, gathered: Window) -> bytes:
-        """The notification that this piece has arrived."""
-        credit = order.credit
         total = order.checksum
         if self._sums and not total:
             total = await anyio.to_thread.run_sync(checksum, gathered.view)
+        return self._notification(order, total)
+
+    def _notification(self, order: Order, total: int) -> bytes:
+        """Of this piece, that it has arrived."""
+        credit = order.credit
         return encode(self._context.epoch, Arrived(credit.ticket, credit.group, credit.piece, total))
 
     async def _settle(self) -> None:

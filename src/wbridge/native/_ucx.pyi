@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
-INTERFACE: int = 1
+INTERFACE: int = 2
 
 FINISHED: int = 0
 
@@ -56,6 +56,11 @@ class Worker:
     def put(self, route: int, memory: Buffer, remote: int, key: int) -> int:
         """
         Write `memory` to the peer's address `remote`; over when the bytes are in place there.
+        """
+
+    def put_runs(self, route: int, runs: Buffer, base: int, remote: int, key: int) -> int:
+        """
+        Write all runs, rows of (from, to, nbytes), from `base` to the peer's address `remote`, as one put.
         """
 
     def drain(self) -> list[tuple[int, int, bytes]]:

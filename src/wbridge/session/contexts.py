@@ -22,6 +22,7 @@ from wbridge.staging.direct import DirectReceiver, DirectSender
 from wbridge.staging.in_place import InPlaceReceiver
 from wbridge.staging.pinned import PinnedReceiver, PinnedSender
 from wbridge.staging.relay import RelayStaging
+from wbridge.staging.runs import land_in_runs
 from wbridge.staging.slots import LocalSlots
 from wbridge.transport.base import Endpoint
 from wbridge.transport.select import Transports
@@ -72,14 +73,18 @@ async def open_receiver_context(
     peers = _peers(start, {piece.writer for group in plan.incoming for piece in group.pieces} | members)
     endpoints = await _connect(transport, peers)
     # Slots from which others are written lie in host memory.
-    is_local = not members and config.checksum != "on" and all(e.fill for e in endpoints.values())
+    is_plain = not members and config.checksum != "on"
+    is_local = is_plain and all(e.fill for e in endpoints.values())
+    takes_runs = is_plain and all(e.fill or e.put_runs for e in endpoints.values())
     is_near = is_local and all(
         transport.reaches_slots_on_device(peer.transport_address, endpoints[str(peer.worker)])
         for peer in peers
     )
 
     def build() -> tuple[ReceiverStaging, RelayContext | None]:
-        staging = _receiver_staging(config, device, tensors, plan, is_local=is_local, is_near=is_near)
+        staging = _receiver_staging(
+            config, device, tensors, plan, is_local=is_local, is_near=is_near, takes_runs=takes_runs
+        )
         try:
             return staging, _relay_context(start, plan, config, transport, device, endpoints)
         except BaseException:  # whatever it is, no stream stays open; raised again
@@ -168,15 +173,25 @@ def _sender_staging(config: Config, device: Device, tensors: Tensors, plan: Work
 
 
 def _receiver_staging(
-    config: Config, device: Device, tensors: Tensors, plan: WorkerPlan, *, is_local: bool, is_near: bool
+    config: Config,
+    device: Device,
+    tensors: Tensors,
+    plan: WorkerPlan,
+    *,
+    is_local: bool,
+    is_near: bool,
+    takes_runs: bool,
 ) -> ReceiverStaging:
-    """`is_local`: all writers can write memory of this process; `is_near`: of its device too."""
+    """`is_local`: all writers can write memory of this process; `is_near`: of its device too; `takes_runs`:
+    they can put runs of bytes into any of it."""
     policy = config.mode.receiver_staging
     num_slots = ring_slots(config, len(plan.incoming), policy, passes_on=bool(plan.exchanges))
     if policy == "pinned":
         return PinnedReceiver(device, tensors, plan.incoming, num_slots=num_slots)
     pieces = [piece for group in plan.incoming for piece in group.pieces]
     targets = [tensors[transfer.target_parameter] for piece in pieces for transfer in piece.transfers]
+    if not is_local:
+        is_local = takes_runs and land_in_runs(plan.incoming, tensors)
     arena = arena_of(targets) if is_local else None
     # Tensors that are assembled for a loader are the host's, which reads no slots on a GPU.
     is_near = is_near and all(str(target.device) == device.name for target in targets)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from wbridge.device.base import Buffer, Event, PeerMemory
+from wbridge.device.runs import Runs
 from wbridge.flow.messages import Placement
 from wbridge.plan.types import Group, Piece
 from wbridge.staging.slots import LocalSlots, Place
@@ -24,6 +25,13 @@ class Source(Protocol):
 
     def gather_in_place(self, piece: Piece, buffer: Buffer, placements: Mapping[str, Placement]) -> Event:
         """Start to copy `piece` into the receiver's parameters, which lie in `buffer`."""
+        ...
+
+    def lend(self, piece: Piece, placements: Mapping[str, Placement]) -> tuple[Runs, Event] | None:
+        """Return what of the weights goes where in the receiver's memory, to be read once the event is done.
+
+        None: the piece has to be gathered first.
+        """
         ...
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from wbridge.device.base import Buffer, Device, Event, MemoryKind, PeerMemory
 from wbridge.device.copy import Tensors
+from wbridge.device.runs import Runs
 from wbridge.flow.messages import Placement
 from wbridge.plan.types import Group, Piece
 from wbridge.staging.gathering import Gathering
@@ -58,6 +59,10 @@ class LiveSource:
 
     def gather_in_place(self, piece: Piece, buffer: Buffer, placements: Mapping[str, Placement]) -> Event:
         return self._gathering.start_in_place(piece, buffer, placements)
+
+    def lend(self, piece: Piece, placements: Mapping[str, Placement]) -> tuple[Runs, Event] | None:
+        runs = self._gathering.runs(piece, placements)
+        return None if runs is None else (runs, self._gathering.stream.record())
 
     def release(self) -> None:
         return

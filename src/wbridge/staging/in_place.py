@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from wbridge.device.base import Buffer, Event
-from wbridge.device.copy import Tensors
+from wbridge.device.copy import Tensors, dtype_of
 from wbridge.device.cpu import DoneEvent
 from wbridge.device.sharing import offset_in
 from wbridge.errors import ConfigError, InternalError
@@ -27,9 +27,7 @@ class InPlaceReceiver:
         self._num_slots = max(1, len(groups))
         self._names = {t.target_parameter for g in groups for piece in g.pieces for t in piece.transfers}
         self._placements = {
-            name: Placement(
-                name, offset_in(arena, targets[name]), str(targets[name].dtype).removeprefix("torch.")
-            )
+            name: Placement(name, offset_in(arena, targets[name]), dtype_of(targets[name]))
             for name in self._names
         }
         self._addresses = {name: targets[name].data_ptr() for name in self._names}

@@ -11,7 +11,9 @@ import anyio
 
 from wbridge.device.base import Buffer, Device, Event, PeerMemory, Stream
 from wbridge.device.copy import Tensors
+from wbridge.device.cpu import DoneEvent
 from wbridge.device.mirror import Mirror
+from wbridge.device.runs import Runs
 from wbridge.errors import InternalError
 from wbridge.flow.messages import Placement
 from wbridge.plan.types import Group, Piece
@@ -98,13 +100,13 @@ class _Version:
         self.mirror = mirror
         self._pieces = pieces
         self._device = device
-        self._by_host = Gathering(host, pieces, mirror.tensors)
+        self.by_host = Gathering(host, pieces, mirror.tensors)
         self._by_device: Gathering | None = None
         self.last_gathers: dict[bool, Event] = {}
 
     def gathering_into(self, buffer: Buffer) -> Gathering:
         if buffer.is_host:
-            return self._by_host
+            return self.by_host
         if self._by_device is None:
             self._by_device = Gathering(self._device, self._pieces, self.mirror.on_device())
         return self._by_device
@@ -124,6 +126,10 @@ class Snapshot:
     def gather_in_place(self, piece: Piece, buffer: Buffer, placements: Mapping[str, Placement]) -> Event:
         gathering = self._taken(piece).gathering_into(buffer)
         return self._note(gathering.start_in_place(piece, buffer, placements), buffer)
+
+    def lend(self, piece: Piece, placements: Mapping[str, Placement]) -> tuple[Runs, Event] | None:
+        runs = self._taken(piece).by_host.runs(piece, placements)
+        return None if runs is None else (runs, DoneEvent())
 
     def _taken(self, piece: Piece) -> _Version:
         if self._version is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from wbridge.device.base import Buffer, Device, Event, PeerMemory
 from wbridge.device.memory import move
+from wbridge.device.runs import Runs
 from wbridge.errors import InternalError
 from wbridge.flow.messages import Placement
 from wbridge.plan.types import Piece
@@ -61,6 +62,9 @@ class KeptPieces:
 
     def gather_in_place(self, piece: Piece, buffer: Buffer, placements: Mapping[str, Placement]) -> Event:
         raise InternalError("a relay was asked to write parameters directly; please report it")
+
+    def lend(self, piece: Piece, placements: Mapping[str, Placement]) -> tuple[Runs, Event] | None:
+        return None
 
     def release(self) -> None:
         self._kept.clear()

@@ -132,6 +132,7 @@ class FaultyEndpoint:
     """An endpoint whose operations are held, or which dies. It always copies: only puts can be lost."""
 
     fill: Final = None
+    put_runs: Final = None
 
     def __init__(self, owner: FaultyTransport, inner: Endpoint) -> None:
         self._owner = owner

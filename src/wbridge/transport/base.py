@@ -10,6 +10,7 @@ from anyio.abc import ObjectReceiveStream
 
 from wbridge.device.base import Buffer, PeerMemory
 from wbridge.device.memory import ExportedMemory
+from wbridge.device.runs import Runs
 from wbridge.errors import ProtocolError
 
 
@@ -57,6 +58,9 @@ it ends."""
 Fill: TypeAlias = Callable[["RemoteSlot", WriteInPlace], Awaitable[None]]
 
 
+PutRuns: TypeAlias = Callable[["RemoteSlot", Runs, bytes], Awaitable[None]]
+
+
 class Endpoint(Protocol):
     """One direction of a pair: what this process may do to one peer."""
 
@@ -69,6 +73,12 @@ class Endpoint(Protocol):
     def fill(self) -> Fill | None:
         """Like `put`, but the function brings the bytes into the peer's own memory, without a copy here
         first. None: that memory is out of reach."""
+        ...
+
+    @property
+    def put_runs(self) -> PutRuns | None:
+        """Like `put`, from many places into the whole buffer that the slot is a part of, where the peer is on
+        this host. None: it takes bytes only as they lie in a slot."""
         ...
 
     async def put(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:

@@ -139,6 +139,7 @@ class LoopbackEndpoint:
     """Writes into the exposed memory of another transport of the process."""
 
     fill: Final = None
+    put_runs: Final = None
 
     def __init__(
         self, owner: LoopbackTransport, target: LoopbackTransport, peer: str, counters: Counters

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import anyio
 
+from wbridge.device.runs import Runs
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
-from wbridge.transport.base import RemoteSlot
+from wbridge.transport.base import PutRuns, RemoteSlot
 from wbridge.transport.counters import Counters
 from wbridge.transport.limits import check_message, check_put
 from wbridge.transport.operations import Operations
@@ -56,6 +57,7 @@ class UcxxEndpoint:
         worker: Worker,
         route: Route,
         writing: Writing | None,
+        is_near: bool,
         send: Callable[[Frame], None],
         counters: Counters,
         close_timeout_s: float,
@@ -66,6 +68,7 @@ class UcxxEndpoint:
         self._worker = worker
         self._route = route
         self._writing = writing
+        self._is_near = is_near
         self._send = send
         self._counters = counters
         self._close_timeout_s = close_timeout_s
@@ -86,6 +89,10 @@ class UcxxEndpoint:
     @property
     def peer(self) -> str:
         return self._peer
+
+    @property
+    def put_runs(self) -> PutRuns | None:
+        return self._put_runs if self._is_near and self._writing is not None else None
 
     async def open(self, hello: Hello) -> None:
         """Return when the peer has accepted. Cancelled: the peer hears of it, and the caller forgets the
@@ -120,8 +127,20 @@ class UcxxEndpoint:
                     if grant is None:
                         await self._put_large(source, remote, notify)
                     else:
-                        await self._write(source, grant, notify)
+                        await self._write(grant, source.nbytes, lambda w: w.start(grant, source), notify)
             self._counters.add_put(source.nbytes)
+
+    async def _put_runs(self, remote: RemoteSlot, runs: Runs, notify: bytes) -> None:
+        check_message(notify, self._peer)
+        grant = decode_grant(remote.token)
+        if grant is None or runs.nbytes != remote.nbytes:
+            raise ProtocolError(
+                f"{runs.nbytes} bytes in runs to {self._peer}, which lets us write {remote.nbytes} otherwise"
+            )
+        with self._operations.run():
+            async with self._large:
+                await self._write(grant, runs.nbytes, lambda w: w.start_runs(grant, runs), notify)
+            self._counters.add_put(runs.nbytes)
 
     async def send(self, payload: bytes) -> None:
         """See `Endpoint.send`. Cancelled: the message is not sent."""
@@ -250,11 +269,17 @@ class UcxxEndpoint:
                 self._send(Drop(self.connection, remote.token))
             raise
 
-    async def _write(self, source: memoryview, grant: Grant, notify: bytes) -> None:
+    async def _write(
+        self,
+        grant: Grant,
+        nbytes: int,
+        start: Callable[[Writing], Awaitable[Transfer | None]],
+        notify: bytes,
+    ) -> None:
         """Write into the peer's memory, and notify once the bytes are there."""
         if self._writing is None or grant.connection != self.connection:
             return  # granted to another connection, which is over
-        transfer = await self._writing.start(grant, source)
+        transfer = await start(self._writing)
         if transfer is None:
             return
         await transfer.stopped.wait()
@@ -262,7 +287,7 @@ class UcxxEndpoint:
         async with self._order:
             await self._room.acquire()
             self._send(End(self.connection, grant.encode(), notify))
-        self._counters.add_one_sided(source.nbytes)
+        self._counters.add_one_sided(nbytes)
 
     def _forsake_writing(self) -> None:
         if self._writing is not None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from wbridge.device.runs import Runs
 from wbridge.errors import ConfigError, EndpointClosed, PeerLost
 from wbridge.native.ucx import worker_type
 from wbridge.transport.ucx_transfer import EAGER_NBYTES, FRAME_NBYTES, FRAME_TAG, Route, Transfer
@@ -77,6 +78,13 @@ class NativeUcxWorker:
         side has failed; only the peer's end proves then that nothing more arrives."""
         self._check_open()
         return self._started(self._core.put(route.ucx, memory, remote, key), memory, then)
+
+    def put_runs(
+        self, route: Route, runs: Runs, *, remote: int, key: int, then: Callable[[Transfer], None]
+    ) -> Transfer:
+        """Like `put`, of many places to many places from the peer's address `remote` on."""
+        self._check_open()
+        return self._started(self._core.put_runs(route.ucx, runs.table, runs.base, remote, key), runs, then)
 
     def map(self, memory: memoryview) -> tuple[int, bytes]:
         """Register memory that peers may write; return its number and the key that they need.

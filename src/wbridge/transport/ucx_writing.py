@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import anyio
 
+from wbridge.device.runs import Runs
 from wbridge.errors import ProtocolError
 from wbridge.transport.ucx_frames import Bye, Forget, Frame, Region, Revoked
 from wbridge.transport.ucx_grants import Grant
@@ -32,8 +33,9 @@ class Writing:
         self._windows: dict[int, _Window] = {}
         self._forgotten: set[int] = set()
         self._news = anyio.Event()
-        self._last: dict[tuple[int, int], int] = {}
-        """Serial of the newest grant of a place that was written or taken back; older ones are void too."""
+        self._used: set[int] = set()
+        """Serials of grants that were written or taken back, beyond `_all_used`."""
+        self._all_used = 0
         self._running: dict[Grant, Transfer] = {}
         self._revoked: set[Grant] = set()
         self._is_over = False
@@ -48,11 +50,42 @@ class Writing:
         if (window := self._windows.pop(region.number, None)) is not None:
             self._worker.forget_key(window.key)
         self._forgotten.add(region.number)
-        self._last = {place: serial for place, serial in self._last.items() if place[0] != region.number}
         self._tell()
 
     async def start(self, grant: Grant, source: memoryview) -> Transfer | None:
         """Start to write the slot. None: it was taken back, or written before. Cancelled: not started."""
+        window = await self._window(grant, grant.offset + source.nbytes)
+        if window is None:
+            return None
+        return self._started(
+            grant,
+            self._worker.put(
+                self._route,
+                source,
+                remote=window.address + grant.offset,
+                key=window.key,
+                then=lambda _: self._stopped(grant),
+            ),
+        )
+
+    async def start_runs(self, grant: Grant, runs: Runs) -> Transfer | None:
+        """The same with places in the memory that the slot is a part of."""
+        window = await self._window(grant, runs.end)
+        if window is None:
+            return None
+        return self._started(
+            grant,
+            self._worker.put_runs(
+                self._route,
+                runs,
+                remote=window.address,
+                key=window.key,
+                then=lambda _: self._stopped(grant),
+            ),
+        )
+
+    async def _window(self, grant: Grant, end: int) -> _Window | None:
+        """Take the grant, for bytes up to `end`."""
         while grant.region not in self._windows:
             if grant.region in self._forgotten:
                 return None
@@ -60,15 +93,11 @@ class Writing:
         if self._is_over or not self._use(grant):
             return None
         window = self._windows[grant.region]
-        if grant.offset + source.nbytes > window.nbytes:
-            raise ProtocolError(f"a slot at {grant.offset} reaches out of memory of {window.nbytes} bytes")
-        transfer = self._worker.put(
-            self._route,
-            source,
-            remote=window.address + grant.offset,
-            key=window.key,
-            then=lambda _: self._stopped(grant),
-        )
+        if end > window.nbytes:
+            raise ProtocolError(f"a slot up to byte {end} reaches out of memory of {window.nbytes} bytes")
+        return window
+
+    def _started(self, grant: Grant, transfer: Transfer) -> Transfer:
         self._running[grant] = transfer
         return transfer
 
@@ -99,10 +128,13 @@ class Writing:
             transfer.forsake()
 
     def _use(self, grant: Grant) -> bool:
-        place = grant.region, grant.offset
-        if self._last.get(place, 0) >= grant.serial:
+        """Whether this is the first time. Every grant is written or taken back at last, so few are beyond."""
+        if grant.serial <= self._all_used or grant.serial in self._used:
             return False
-        self._last[place] = grant.serial
+        self._used.add(grant.serial)
+        while self._all_used + 1 in self._used:
+            self._all_used += 1
+            self._used.remove(self._all_used)
         return True
 
     def _stopped(self, grant: Grant) -> None:

@@ -121,6 +121,7 @@ class UcxxTransport:
             worker=worker,
             route=route,
             writing=Writing(worker, route, send) if isinstance(worker, NativeUcxWorker) else None,
+            is_near=same_host and remote.puts,
             send=send,
             counters=counters or self._counters,
             close_timeout_s=self._close_timeout_s,

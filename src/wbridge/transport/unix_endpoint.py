@@ -44,6 +44,8 @@ _LOCK_RETRY_S: Final = 0.0005
 class SharedMemoryEndpoint:
     """One connection to a receiver. Its reads are callbacks of the loop, so it has no task of its own."""
 
+    put_runs: Final = None
+
     def __init__(
         self, owner: str, peer: str, counters: Counters, forget: Callable[[SharedMemoryEndpoint], None]
     ) -> None:

@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 import types
+from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,23 @@ def test_a_put_has_arrived_when_it_is_over(workers: tuple[Worker, Worker], watch
     there.unmap(region)
 
 
+@pytest.mark.parametrize("num_runs", [0, 1, 3000])
+def test_runs_are_over_together(workers: tuple[Worker, Worker], num_runs: int) -> None:
+    there, here = workers
+    memory, source = bytearray(6_000_000), bytearray(os.urandom(6_000_000))
+    route = here.connect(there.address, watched=False)
+    key = here.unpack(route, there.pack(there.map(memory)))
+    sizes = [1 + 37 * k % 1900 for k in range(num_runs)]
+    rows = [(2000 * k, 2000 * (num_runs - 1 - k), size) for k, size in enumerate(sizes)]
+    table = array("Q", [number for row in rows for number in row])
+    number = here.put_runs(route, table, address(source), address(memory), key)
+    assert happened(here, 1) == [(FINISHED, number, b"")]
+    wanted = bytearray(len(memory))
+    for start, target, size in rows:
+        wanted[target : target + size] = source[start : start + size]
+    assert memory == wanted
+
+
 def test_a_put_keeps_a_key_that_is_forgotten(workers: tuple[Worker, Worker]) -> None:
     there, here = workers
     memory, source = bytearray(20_000_000), b"\1" * 20_000_000
@@ -111,6 +129,9 @@ def test_what_does_not_exist_is_an_error(workers: tuple[Worker, Worker]) -> None
     with pytest.raises(IndexError):
         here.pack(999)
     number = here.send_frame(999, b"x")
+    ((kind, of, reason),) = happened(here, 1)
+    assert (kind, of) == (FINISHED, number) and reason
+    number = here.put_runs(999, array("Q", [0, 0, 1]), 0, 0, 999)
     ((kind, of, reason),) = happened(here, 1)
     assert (kind, of) == (FINISHED, number) and reason
     for worker in workers:

@@ -16,6 +16,7 @@ import wbridge
 from tests.unit.session.job import PATIENCE_S, Job, running, toys
 from wbridge.device.cpu import CpuDevice
 from wbridge.errors import UpdateAborted
+from wbridge.native.ucx import why_missing
 from wbridge.staging.in_place import InPlaceReceiver
 from wbridge.transport.exposure_table import ExposureTable
 from wbridge.transport.shared_memory import SharedMemoryTransport
@@ -46,6 +47,39 @@ async def test_versions_are_written_into_shared_parameters(
             await job.update(version)
             assert job.holds(version)
     assert addresses == [t.data_ptr() for rollout in jobs[1] for t in rollout.parameters.values()]
+
+
+@pytest.mark.parametrize("mode", ["sync", "sender_overlap"])
+@pytest.mark.parametrize("trainer_dtype", [torch.float32, torch.bfloat16])
+async def test_ucx_writes_runs_into_shared_parameters(
+    mode: str, trainer_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Straight from the weights, or from a slot where these are cast first."""
+    if (why := why_missing()) is not None:
+        pytest.skip(why)
+    monkeypatch.setattr("wbridge.staging.runs.MIN_NBYTES", 0)
+    engines = {"engine-0": 1}
+    jobs = toys(2, engines, trainer_dtype=trainer_dtype, rollout_dtype=torch.bfloat16)
+    wbridge.share_memory(jobs[1][0].parameters.values())
+    async with running(tmp_path, mode, engines=engines, toys_of=jobs, transport="ucxx") as job:
+        assert stagings(job) == [InPlaceReceiver]
+        for version in (1, 2, 3):
+            await job.update(version)
+            assert job.holds(version)
+        counters = job.senders[0].counters
+        assert counters["one_sided_nbytes"] == counters["put_nbytes"] > 0
+
+
+async def test_ucx_leaves_short_runs_to_slots(tmp_path: Path) -> None:
+    if (why := why_missing()) is not None:
+        pytest.skip(why)
+    engines = {"engine-0": 1}
+    jobs = toys(1, engines)
+    wbridge.share_memory(jobs[1][0].parameters.values())
+    async with running(tmp_path, "sync", engines=engines, toys_of=jobs, transport="ucxx") as job:
+        assert InPlaceReceiver not in stagings(job)
+        await job.update(1)
+        assert job.holds(1)
 
 
 @pytest.mark.parametrize("reason", ["pinned", "not all shared", "checksums"])

@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 
 from wbridge.device.cpu import CpuDevice
+from wbridge.device.runs import Run, Runs
 from wbridge.errors import ConfigError
 from wbridge.native.ucx import why_missing
 from wbridge.testing.conformance import Pair
@@ -23,13 +25,13 @@ LARGE_NBYTES = 128 * 2**20
 
 
 @asynccontextmanager
-async def open_pair() -> AsyncIterator[Pair]:
+async def open_pair(receiver_host: str = "b") -> AsyncIterator[Pair]:
     """Whose sender gives up its peers at once."""
     if (why := why_missing()) is not None:
         pytest.skip(why)
     async with (
         UcxxTransport("sender", host="a", native=True, close_timeout_s=0) as sender,
-        UcxxTransport("receiver", host="b", native=True) as receiver,
+        UcxxTransport("receiver", host=receiver_host, native=True) as receiver,
     ):
         yield Pair(sender, receiver, CpuDevice())
 
@@ -117,3 +119,33 @@ async def test_c72_a_buffer_that_could_not_be_registered_is_not_taken_for_regist
 
 def raise_config_error(memory: memoryview) -> None:
     raise ConfigError(f"{memory.nbytes} bytes are refused")
+
+
+async def test_runs_go_where_they_belong_and_each_grant_is_used_once() -> None:
+    async with open_pair(receiver_host="a") as pair:
+        endpoint = await pair.connect()
+        assert endpoint.put_runs is not None
+        (whole,) = pair.slots([100_000])
+        source = bytearray(range(256)) * 400
+        runs = Runs([Run(5, 90_000, 9_000), Run(50_000, 7, 20_000)]).read_from(memoryview(source))
+        first, second = (
+            msgspec.structs.replace(pair.receiver.expose(whole, "sender"), nbytes=29_000) for _ in "12"
+        )
+        await endpoint.put_runs(second, runs, b"second")
+        assert await pair.receive() == b"second"
+        wanted = bytearray(100_000)
+        wanted[90_000:99_000], wanted[7:20_007] = source[5:9_005], source[50_000:70_000]
+        assert whole == wanted
+        await endpoint.put_runs(second, runs, b"again")  # which writes nothing and says nothing
+        await endpoint.put_runs(first, runs, b"first")
+        assert await pair.receive() == b"first"
+        third = msgspec.structs.replace(pair.receiver.expose(whole, "sender"), nbytes=29_000)
+        assert await pair.receiver.withdraw(third)
+        await endpoint.put_runs(third, runs, b"third")
+        await endpoint.send(b"end")
+        assert await pair.receive() == b"end"
+
+
+async def test_who_is_on_another_host_takes_no_runs() -> None:
+    async with open_pair() as pair:
+        assert (await pair.connect()).put_runs is None

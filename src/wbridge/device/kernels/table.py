@@ -32,7 +32,7 @@ class KernelTable:
     def __init__(self, rows: Sequence[Row], *, into_slot: bool) -> None:
         self._rows = rows
         self._into_slot = into_slot
-        self._residence = Residence(rows)
+        self._residence = Residence([row.tensor for row in rows])
         self._index = rows[0].tensor.device.index
         self._kernel = load_kernel(self._index)
         table = build_descriptors(rows, into_slot=into_slot)
