@@ -54,6 +54,26 @@ def copies(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int]]]:
     return item, list(zip(extents, *columns, strict=True))
 
 
+@pytest.mark.parametrize("into_slot", [True, False])
+def test_what_goes_past_the_caches_arrives_wherever_it_begins_and_ends(into_slot: bool) -> None:
+    draw = random.Random(1)
+    sizes = [511, 512, 513, 8191, 8192, 16_383, 16_384, 70_000, 600_000]
+    sizes += [draw.randrange(512, 40_000) for _ in range(450)]
+    assert sum(sizes) > 8 * 2**20  # smaller tables stay in the caches
+    room = 2 * sum(sizes)
+    memories = [bytearray(draw.randbytes(room)) for _ in (0, 1)]
+    wanted = bytearray(memories[into_slot])
+    rows, places = array("q"), [0, 0]
+    for size in sizes:
+        places = [place + draw.randrange(130) for place in places]
+        rows.extend(row(address_of(memories[0]) + places[0], places[1], 1, [(size, 1, 1)]))
+        source, target = (places[0], places[1]) if into_slot else (places[1], places[0])
+        wanted[target : target + size] = memories[not into_slot][source : source + size]
+        places = [place + size for place in places]
+    table_type()(rows, into_slot=into_slot).run(memories[1], 0)
+    assert memories[into_slot] == wanted
+
+
 @given(case=copies(), into_slot=st.booleans(), replicated=st.booleans())
 def test_any_strides_are_copied_like_a_loop_would(case, into_slot: bool, replicated: bool) -> None:
     item, loops = case
