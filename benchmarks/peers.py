@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from benchmarks.systems.catalogue import (  # noqa: E402  # needs the path
 from benchmarks.systems.chart import chart_of  # noqa: E402
 from benchmarks.systems.environments import Unavailable, python_of, versions_in  # noqa: E402
 from benchmarks.systems.results import Result, rows_of, verdicts  # noqa: E402
+from benchmarks.systems.scratch import open_scratch  # noqa: E402
 
 UPDATES = {"tiny": 50, "idle": 1}
 MIN_UPDATES = 5
@@ -72,6 +74,9 @@ def parse_arguments() -> argparse.Namespace:
         "--updates", type=int, help=f"that must count, of each system; default {MIN_UPDATES}, tiny 50"
     )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each system, in turns")
+    parser.add_argument(
+        "--part", type=float, default=1.0, help="of the tensors, to try something; shares are no results"
+    )
     parser.add_argument("--keep-noisy", action="store_true", help="discard nothing: for a busy machine")
     return parser.parse_args()
 
@@ -80,26 +85,51 @@ def measure_case(case: str, options: argparse.Namespace) -> list[Result]:
     chosen = [e for e in entries(case) if not options.only or e.name.startswith(tuple(options.only))]
     results = {entry.name: Result(case, entry.name, why_not=entry.why_not) for entry in chosen}
     num_updates = options.updates or UPDATES.get(case, MIN_UPDATES)
-    num_rounds = 1 if case == "idle" else min(options.rounds, num_updates)
-    for round_index in range(num_rounds):
-        for entry in chosen:
-            if results[entry.name].why_not or (round_index and not entry.is_interleaved):
-                continue
-            share = -(-num_updates // num_rounds) if entry.is_interleaved else num_updates
-            print(f"{time.strftime('%H:%M:%S')} {case} round {round_index + 1} {entry.name}", flush=True)
-            run_entry(results[entry.name], entry, share, keep_noisy=options.keep_noisy)
+    if case == "idle":
+        run_idle(chosen, results, options)
+    else:
+        run_in_turns(chosen, results, num_updates, options)
     if case in COUNTED and OURS in results and not results[OURS].why_not:
         entry = next(entry for entry in chosen if entry.name == OURS)
-        counted = run_cell(entry.having(count_calls="1"), case, 1, keep_noisy=True)
+        counted = run_cell(entry.having(count_calls="1"), case, 1, options.part, keep_noisy=True)
         results[OURS].calls = None if "error" in counted else counted
     report(list(results.values()), {entry.name: versions_of(entry) for entry in chosen})
     return list(results.values())
 
 
-def run_entry(result: Result, entry: Entry, num_updates: int, *, keep_noisy: bool) -> None:
+def run_in_turns(
+    chosen: list[Entry], results: dict[str, Result], num_updates: int, options: argparse.Namespace
+) -> None:
+    num_rounds = min(options.rounds, num_updates)
+    for round_index in range(num_rounds):
+        share = num_updates * (round_index + 1) // num_rounds - num_updates * round_index // num_rounds
+        for entry in chosen:
+            if results[entry.name].why_not or (round_index and not entry.is_interleaved):
+                continue
+            now, case = time.strftime("%H:%M:%S"), results[entry.name].case
+            print(f"{now} {case} round {round_index + 1} {entry.name}", flush=True)
+            num_here = share if entry.is_interleaved else num_updates
+            run_entry(results[entry.name], entry, num_here, options)
+
+
+def run_idle(chosen: list[Entry], results: dict[str, Result], options: argparse.Namespace) -> None:
+    """Ours alone, the others at once: each waits, and what is counted is of its own processes."""
+    alone = [entry for entry in chosen if entry.name == OURS]
+    others = [entry for entry in chosen if entry.name != OURS]
+    for together in (alone, others):
+        print(f"{time.strftime('%H:%M:%S')} idle {', '.join(entry.name for entry in together)}", flush=True)
+        with ThreadPoolExecutor() as threads:
+            waiting = [
+                threads.submit(run_entry, results[entry.name], entry, 1, options) for entry in together
+            ]
+        for each in waiting:
+            each.result()
+
+
+def run_entry(result: Result, entry: Entry, num_updates: int, options: argparse.Namespace) -> None:
     """Add one run to a result, or why there is none."""
     try:
-        cell = run_cell(entry, result.case, num_updates, keep_noisy=keep_noisy)
+        cell = run_cell(entry, result.case, num_updates, options.part, keep_noisy=options.keep_noisy)
     except Unavailable as exc:
         result.why_not = str(exc)
         return
@@ -109,34 +139,35 @@ def run_entry(result: Result, entry: Entry, num_updates: int, *, keep_noisy: boo
         result.cells.append(cell)
 
 
-def run_cell(entry: Entry, case: str, num_updates: int, *, keep_noisy: bool) -> dict[str, Any]:
+def run_cell(entry: Entry, case: str, num_updates: int, part: float, *, keep_noisy: bool) -> dict[str, Any]:
     """Start one system on one case and return what its process printed.
 
     Raises:
         Unavailable: it ended without a word, or did not end in time.
     """
     command = [str(python_of(entry.environment)), *entry.flags, "-m", "benchmarks.systems.cell"]
-    command += ["--system", entry.module, "--case", case, "--updates", str(num_updates)]
+    command += ["--system", entry.module, "--case", case, "--updates", str(num_updates), "--part", str(part)]
     command += [word for name, value in entry.options.items() for word in ("--option", f"{name}={value}")]
     command += ["--keep-noisy"] if keep_noisy else []
     paths = [str(ROOT), *([] if entry.environment else [str(ROOT / "src")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     variables |= {"UCX_WARN_UNUSED_ENV_VARS": "n", "RAY_USAGE_STATS_ENABLED": "0", **entry.variables}
-    process = subprocess.Popen(
-        command,
-        env=os.environ | variables,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed, complaints = process.communicate(timeout=entry.limit_s)
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"took more than {entry.limit_s:.0f} s") from None
-    finally:
-        _end_all(process)
+    with open_scratch() as scratch:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | variables | {"TMPDIR": str(scratch)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            printed, complaints = process.communicate(timeout=entry.limit_s)
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"took more than {entry.limit_s:.0f} s") from None
+        finally:
+            _end_all(process)
     found = [line for line in printed.splitlines() if line.startswith("{")]
     if not found:
         last = complaints.strip().splitlines() or [f"exit code {process.returncode}"]

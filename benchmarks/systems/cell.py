@@ -14,14 +14,15 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.systems.launch import Launcher, Processes, WorkerFailed
-from benchmarks.systems.worker import IDLE_S, Timing
+from benchmarks.systems.launch import END_WITH_PARENT, Launcher, Processes, WorkerFailed
+from benchmarks.systems.worker import IDLE_S, LIBC, Timing
 from benchmarks.systems.workloads import Workload, workload_of
 
 WITHOUT_MEMCPY = ("tiny", "idle")
@@ -43,19 +44,30 @@ def main() -> None:
     parser.add_argument("--updates", type=int, required=True)
     parser.add_argument("--option", action="append", default=[])
     parser.add_argument("--keep-noisy", action="store_true")
+    parser.add_argument("--part", type=float, default=1.0)
     arguments = parser.parse_args()
+    LIBC.prctl(END_WITH_PARENT, signal.SIGKILL)
     options = dict(option.split("=", 1) for option in arguments.option)
     try:
-        found = measure(arguments.system, arguments.case, arguments.updates, options, arguments.keep_noisy)
+        workload = workload_of(arguments.case, arguments.part)
+        found = measure(
+            arguments.system, arguments.case, workload, arguments.updates, options, arguments.keep_noisy
+        )
     except WorkerFailed as exc:
         found = {"error": str(exc).strip()}
     print(json.dumps(found), flush=True)
     os._exit(0)  # some systems leave threads that never end
 
 
-def measure(system: str, case: str, num_updates: int, options: dict[str, str], keep_noisy: bool) -> Cell:
+def measure(
+    system: str,
+    case: str,
+    workload: Workload,
+    num_updates: int,
+    options: dict[str, str],
+    keep_noisy: bool,
+) -> Cell:
     module = importlib.import_module(f"benchmarks.systems.{system}")
-    workload = workload_of(case)
     begin_s = time.monotonic()
     launcher = getattr(module, "Launcher", Processes)(system, workload, options)
     launch_s = time.monotonic() - begin_s
@@ -68,8 +80,8 @@ def measure(system: str, case: str, num_updates: int, options: dict[str, str], k
     )
     try:
         begin_s = time.monotonic()
-        run.everywhere("setup")
-        found: Cell = {"launch_s": launch_s, "connect_s": time.monotonic() - begin_s}
+        reused_s = max(run.everywhere("setup"))
+        found: Cell = {"launch_s": launch_s, "connect_s": time.monotonic() - begin_s + reused_s}
         run.update(1)  # warms up
         run.everywhere("forget_peak")
         if case == "idle":
@@ -104,6 +116,7 @@ class Run:
         self._trainers = range(workload.job.num_trainers)
         self._rollouts = range(len(self._trainers), len(self._trainers) + workload.job.num_rollouts)
         self._all = range(self._rollouts.stop)
+        self._filled: int | None = None
 
     def everywhere(self, method: str, *arguments: Any) -> list[Any]:
         return self._launcher.call(self._all, method, *arguments)()
@@ -135,7 +148,9 @@ class Run:
         before_push: Callable[[], None] | None = None,
         after_pull: Callable[[], None] | None = None,
     ) -> dict[str, float]:
-        self.everywhere("fill", version)
+        """One update; while the rollouts compare it, the trainers take up the next version."""
+        if self._filled != version:
+            self._launcher.call(self._trainers, "fill", version)()
         before_s = self._memcpy()
         if self._takes_tokens:
             pushed = self._pushed(version)
@@ -149,7 +164,10 @@ class Run:
         if after_pull:
             after_pull()
         after_s = self._memcpy()
-        wrong = [name for names in self.everywhere("wrong", version) for name in names]
+        filling = self._launcher.call(self._trainers, "fill", version + 1)
+        wrong = [name for names in self._launcher.call(self._rollouts, "wrong", version)() for name in names]
+        filling()
+        self._filled = version + 1
         if wrong:
             raise WorkerFailed(
                 f"version {version} is not in place: {len(wrong)} parameters, first {wrong[0]}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.systems.scratch import PREFIX, directory_in_memory
 from benchmarks.systems.worker import Context
 
 POLL_S = 0.001
@@ -21,7 +22,7 @@ class System:
         self._context = context
 
     def setup(self) -> None:
-        directory = tempfile.mkdtemp(prefix="wbridge-peers-", dir="/dev/shm") if self._is_first else ""
+        directory = tempfile.mkdtemp(prefix=PREFIX, dir=directory_in_memory()) if self._is_first else ""
         self._directory = Path(self._context.exchange(directory)[0])
 
     def push(self, version: int) -> None:

@@ -36,13 +36,14 @@ class Launcher(Protocol):
 
 
 class Processes:
-    """Spawned processes of this interpreter."""
+    """Processes of this interpreter: of one host from a server that has imported torch, else spawned."""
 
     def __init__(
         self, system: str, workload: Workload, options: dict[str, str], hosts: Sequence[Host] = ()
     ) -> None:
         """`hosts` has the one of each worker; empty: all live on this one."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn" if hosts else "forkserver")
+        context.set_forkserver_preload([Worker.__module__])
         self._calls: list[Connection] = []
         self._exchanges: list[Connection] = []
         self._processes = []

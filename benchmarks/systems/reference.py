@@ -2,10 +2,15 @@
 
 It needs CUDA. `reference_shim` lets streams and events do nothing, and the interpreter runs with `-O`,
 since it asserts that tensors are on a GPU: its figures tell of its control path and its copies, not of GPUs.
+
+What it finds out about the layout takes it minutes. It is kept in its environment for later runs, which
+add the time that it took then to `connect_s`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +30,14 @@ from benchmarks.systems.workloads import Box, owned
 reference_shim.install()
 
 from wbridge.backend.sender import SenderArgs  # noqa: E402  # needs the shim
+from wbridge.frontend import adapters  # noqa: E402
 from wbridge.frontend.adapters import AdapterContext, ReceiverAdapter, SenderAdapter  # noqa: E402
+from wbridge.utils.data import LoadSpec  # noqa: E402
 
 FIRST_PORT, NUM_PORTS, PORTS_PER_ENGINE, DATA_PORT = 20_000, 10_000, 10, 500
 POLL_S = 100e-6
 HOST = "127.0.0.1"
+KEPT = Path(sys.prefix) / "layouts"
 Fetchers = Mapping[str, Callable[[], torch.Tensor]]
 
 
@@ -36,6 +45,9 @@ class System:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._coordinators: list[subprocess.Popen[bytes]] = []
+        self.reused_s = 0.0
+        self._find_layout = adapters.infer_load_spec
+        adapters.infer_load_spec = self._known_layout
 
     def setup(self) -> None:
         context, job = self._context, self._context.workload.job
@@ -79,6 +91,27 @@ class System:
         for process in self._coordinators:
             process.terminate()
 
+    def _known_layout(self, *arguments: Any) -> Any:
+        """What it finds out, or has found out in an earlier run, for a worker that holds the same."""
+        context = self._context
+        held = repr((context.workload.job, context.workload.tensors, context.role, context.rank))
+        path = KEPT / hashlib.sha256(held.encode()).hexdigest()
+        if path.exists():
+            self.reused_s, entries = json.loads(path.read_text())
+            return LoadSpec(
+                {
+                    source: {target: list(map(_pair, pairs)) for target, pairs in targets.items()}
+                    for source, targets in entries.items()
+                }
+            )
+        begin_s = time.monotonic()
+        found = self._find_layout(*arguments)
+        KEPT.mkdir(exist_ok=True)
+        written = path.with_suffix(".written")
+        written.write_text(json.dumps((time.monotonic() - begin_s, found.entries)))
+        written.rename(path)
+        return found
+
     def _described(self) -> Any:
         context, workload = self._context, self._context.workload
         job = workload.job
@@ -98,6 +131,10 @@ class System:
 
         rank = context.rank if context.is_trainer else context.rank % size
         return AdapterContext(fetchers, shapes, lambda: context.parameters, load, rank)
+
+
+def _pair(shards: list[list[list[int]]]) -> tuple[Any, ...]:
+    return tuple([tuple(span) for span in shard] for shard in shards)
 
 
 def _start_coordinator(socket: str, port: int) -> subprocess.Popen[bytes]:

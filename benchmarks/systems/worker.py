@@ -74,7 +74,7 @@ class Worker:
     A system is a class `System` made of a `Context`, with `setup()`, `push(version)` on trainers, which
     returns when the weights may change, `pull(version, tokens)` on rollouts, which returns when they are in
     the parameters, and `close()`. It may bring `allocate(name, shape)` for parameters in memory of its own,
-    and `extras(times)`, figures of its own after the updates.
+    `extras(times)`, figures of its own after the updates, and `reused_s`: see `setup`.
     """
 
     def __init__(
@@ -100,13 +100,14 @@ class Worker:
         return os.getpid()
 
     def setup(self) -> float:
-        begin_s = time.monotonic()
+        """Return the seconds that an earlier run took for what this one reuses."""
         self._system.setup()
-        taken_s = time.monotonic() - begin_s
         self._addresses = self._where()  # from now on they stay
-        return taken_s
+        return float(getattr(self._system, "reused_s", 0.0))
 
     def fill(self, version: int) -> None:
+        if self._calls:
+            self._calls.end()
         if self._context.is_trainer:
             fill_trainer(self._context.workload, self._context.rank, self._context.parameters, version)
 

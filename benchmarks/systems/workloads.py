@@ -142,16 +142,22 @@ class Workload:
                     yield Move(trainer, tensor.name, box.within(held), rollout, name, target, tensor, box)
 
 
-def workload_of(case: str) -> Workload:
-    """The workload of a case of the benchmark beside peers."""
-    tensors = {"w3": small_tensors, "tiny": tiny, "idle": tiny}.get(case, qwen3)()
+def workload_of(case: str, part: float = 1.0) -> Workload:
+    """The workload of a case of the benchmark beside peers, or about that part of its tensors."""
+    if case in ("tiny", "idle"):
+        return Workload(Job(), tiny())
+    tensors = small_tensors(part) if case == "w3" else qwen3(part)
     return Workload(JOBS.get(case, Job()), tensors)
 
 
-def qwen3() -> list[Tensor]:
+def qwen3(part: float = 1.0) -> list[Tensor]:
     """Qwen3-0.6B: 1.19 GB in 310 tensors."""
-    layers = [tensor for k in range(28) for tensor in qwen3_layer(k)]
-    ends = Tensor("model.embed_tokens.weight", (151936, 1024), 0), Tensor("model.norm.weight", (1024,), None)
+    layers = [tensor for k in range(max(1, round(28 * part))) for tensor in qwen3_layer(k)]
+    num_rows = max(1, round(18992 * part)) * 8
+    ends = (
+        Tensor("model.embed_tokens.weight", (num_rows, 1024), 0),
+        Tensor("model.norm.weight", (1024,), None),
+    )
     return [ends[0], *layers, ends[1]]
 
 
@@ -173,10 +179,10 @@ def qwen3_layer(k: int, hidden: int = 1024) -> list[Tensor]:
     return [Tensor(f"model.layers.{k}.{name}.weight", shape, split) for name, shape, split in shapes]
 
 
-def small_tensors() -> list[Tensor]:
+def small_tensors(part: float = 1.0) -> list[Tensor]:
     """20,000 tensors of 8 to 64 KiB."""
-    draw = random.Random(7)
-    return [Tensor(f"experts.{k}.weight", (draw.randrange(4096, 32769, 64),), None) for k in range(20_000)]
+    draw, count = random.Random(7), max(1, round(20_000 * part))
+    return [Tensor(f"experts.{k}.weight", (draw.randrange(4096, 32769, 64),), None) for k in range(count)]
 
 
 def tiny() -> list[Tensor]:
