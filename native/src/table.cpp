@@ -17,10 +17,9 @@ constexpr std::int64_t unit_nbytes = 512 * 1024;
 constexpr std::int64_t tile_side = 64;
 // Shorter inner loops are not worth their own overhead.
 constexpr std::int64_t short_loop = 8;
-// Copies at least this large go past the caches: those into slots, which somebody reads next, only when they
-// would not stay there (measured by `benchmarks/copies.py`).
-constexpr std::int64_t streamed_gather_nbytes = 8 * 1024 * 1024;
-constexpr std::int64_t streamed_scatter_nbytes = 1024 * 1024;
+// Copies at least this large go past the caches, into slots too: what is read from them next comes faster from memory
+// than plain stores into a cache take longer.
+constexpr std::int64_t streamed_nbytes = 1024 * 1024;
 constexpr std::size_t max_rank = 64;
 constexpr std::size_t row_header = 5;
 
@@ -205,7 +204,7 @@ void Table::run(Pool &pool, char *slot, std::int64_t nbytes, std::int64_t base) 
         throw std::out_of_range("bytes " + std::to_string(first_) + " to " + std::to_string(stop_) +
                                 " from byte " + std::to_string(base) + " leave a slot of " +
                                 std::to_string(nbytes) + " bytes");
-    const bool stream = nbytes_ >= (into_slot_ ? streamed_gather_nbytes : streamed_scatter_nbytes);
+    const bool stream = nbytes_ >= streamed_nbytes;
     pool.run(units_.size() - 1, [&](std::size_t unit) { run_unit(unit, slot + base, stream); });
 }
 
