@@ -37,6 +37,8 @@ class Writer:
         self.name = name
         self.outgoing = Outgoing()
         self.flying: list[tuple[str, Key]] = []
+        self.cancelled: set[tuple[str, Key]] = set()  # of these a notification may come, or may not
+        self.strayed: set[tuple[str, Key]] = set()  # of these: bytes that are there, and nobody is told
         self.written: list[tuple[str, Key]] = []
 
 
@@ -58,6 +60,10 @@ class Member(Writer):
         self.places = list(range(num_slots))  # of each slot, until other memory replaces it
         self.is_granted = self.is_silent = False
         self.stopped_early: set[str] = set()
+        self.wrong: set[tuple[int, Key]] = set()  # by place: what was damaged on its way
+        self.reading: tuple[int, int, bool] | None = None  # group, slot, whether what was read was right
+        self.distrusted: set[str] = set()
+        self.fate = ""  # how it has ended, other than with the version
 
 
 class RelayWorld:
@@ -72,10 +78,13 @@ class RelayWorld:
         num_slots: int,
         silent: str = "",
         gives_up: str = "",
+        damages: str = "",
+        late_only: bool = False,
         chooser: random.Random,
     ) -> None:
         self.random = chooser
         self.silent, self.gives_up = silent, gives_up
+        self.damages, self.late_only = damages, late_only
         self.pieces = {(g, k) for g in range(exchange.num_groups) for k in range(num_trainers)}
         self.num_trainers = num_trainers
         routes = find_routes(exchange, engines)
@@ -106,18 +115,23 @@ class RelayWorld:
             if events and not self.is_stopped(receiver):
                 yield lambda e=events: e.popleft()()
         for writer in (*self.trainers.values(), *self.members.values()):
-            for put in writer.flying if not self.is_stopped(writer.name) else ():
-                yield lambda w=writer, p=put: self.land(w, *p)
+            for put in writer.flying:
+                if not self.is_stopped(writer.name):
+                    yield lambda w=writer, p=put: self.land(w, *p)
+                elif writer.name == self.damages and put not in writer.strayed:
+                    yield lambda w=writer, p=put: self.stray(w, *p)
         for member in self.members.values():
             if member.is_silent:
                 continue
             following = len(member.drained)
-            if following in member.ready:
-                yield lambda m=member, g=following: self.drain(m, g)
+            if member.reading:
+                yield lambda m=member: self.drain(m)
+            elif following in member.ready and not member.fate:
+                yield lambda m=member, g=following: self.read(m, g)
             for slot in sorted(member.fences):
                 if self.silent and self.members[self.silent].is_silent:
                     yield lambda m=member, s=slot: self.fence(m, s)
-            if member.name == self.silent:
+            if member.name == self.silent and (member.flying or not self.damages):
                 yield lambda m=member: self.fall_silent(m)
             if member.name == self.gives_up and member.is_granted:
                 yield lambda m=member: self.give_up(m)
@@ -147,6 +161,7 @@ class RelayWorld:
                     place = member.places[slot]
                     if place not in member.memory or member.memory[place][0] != group:
                         member.memory[place] = (group, set())
+                        member.wrong = {wrong for wrong in member.wrong if wrong[0] != place}
                     member.slots[writer, key] = slot
                     member.targets[writer, key] = place
                     self.post(member.name, writer, lambda w=writer, k=key: self.credit(w, member.name, k))
@@ -160,8 +175,10 @@ class RelayWorld:
 
     def arrive(self, member: Member, writer: str, key: Key) -> None:
         slot = member.slots.pop((writer, key), None)
-        if slot is None:
+        if slot is None or member.fate:
             return
+        if (member.places[slot], key) in member.wrong and member.ring.states[slot] in ("filling", "ready"):
+            return self.refuse(member, writer, key)
         if key not in member.has:
             member.has[key] = 0
             for receiver in sorted(member.duties.get(key[0], ())):
@@ -173,19 +190,51 @@ class RelayWorld:
         member.has[key] += 1
         self.take(member, member.ring.arrived(writer, Arrived(TICKET, *key)))
 
-    def drain(self, member: Member, group: int) -> None:
+    def read(self, member: Member, group: int) -> None:
+        """The copy into the parameters begins; what it reads may change until it is over."""
         slot = member.ready.pop(group)
-        assert member.memory[member.places[slot]] == (group, {(group, k) for k in range(self.num_trainers)})
+        place = member.places[slot]
+        assert member.memory[place] == (group, {(group, k) for k in range(self.num_trainers)})
         assert member.ring.draining(slot, TICKET)
         assert all((group, k) in member.has for k in range(self.num_trainers)), "a group with a hole"
+        member.reading = group, slot, self.is_right(member, place)
+
+    def drain(self, member: Member) -> None:
+        assert member.reading
+        group, slot, was_right = member.reading
+        member.reading = None
+        if member.ring.is_shared(slot) and not self.is_right(member, member.places[slot]):
+            return self.end(member, "tainted")
+        assert was_right, "wrong bytes were applied, and nobody knows"
         member.drained.append(group)
         self.take(member, member.ring.drained(slot))
+
+    def is_right(self, member: Member, place: int) -> bool:
+        return all(wrong[0] != place for wrong in member.wrong)
 
     def fence(self, member: Member, slot: int) -> None:
         member.fences.remove(slot)
         self.take(member, member.ring.abandon(slot, TICKET))
 
-    def bypass(self, member: Member, relay: str) -> None:
+    def refuse(self, member: Member, writer: str, key: Key) -> None:
+        """What has come is not what the trainer has sent."""
+        if member.sources.get(key[0]) != writer:
+            return self.end(member, "aborted")
+        member.distrusted.add(writer)
+        self.post(member.name, writer, lambda w=self.members[writer]: self.drop(w, member.name))
+
+    def end(self, member: Member, fate: str) -> None:
+        """It gives the version up, and with it what it was to pass on."""
+        member.fate = fate
+        self.take(member, member.ring.abort(TICKET))
+        for receiver in sorted({r for own in member.duties.values() for r in own}):
+            self.drop(member, receiver)
+
+    def bypass(self, member: Member, relay: str, *, has_stopped: bool = False) -> None:
+        if member.fate:
+            return
+        if relay in member.distrusted and relay in member.sources.values() and not has_stopped:
+            return self.end(member, "aborted")
         member.stopped_early.add(relay)
         if not member.is_granted:
             return
@@ -199,7 +248,7 @@ class RelayWorld:
         if writer in self.members:
             member.stopped_early.add(writer)
             if member.is_granted:
-                self.bypass(member, writer)
+                self.bypass(member, writer, has_stopped=True)
 
     # Writers ------------------------------------------------------------------------------------------
 
@@ -234,7 +283,9 @@ class RelayWorld:
                         receiver,
                         lambda m=member, g=group: self.stopped(m, writer.name, g),
                     )
-                case CancelPut() | FreeSource():
+                case CancelPut(receiver, _, group, piece):
+                    writer.cancelled.add((receiver, (group, piece)))
+                case FreeSource():
                     pass
 
     def land(self, writer: Writer, receiver: str, key: Key) -> None:
@@ -244,7 +295,9 @@ class RelayWorld:
         group, there = member.memory[member.targets[writer.name, key]]
         assert group == key[0], "a late write"
         there.add(key)
-        self.post(writer.name, receiver, lambda: self.arrive(member, writer.name, key))
+        self.spoil(writer, member, key, late=(receiver, key) in writer.cancelled)
+        if (receiver, key) not in writer.cancelled or self.random.choice((True, False)):
+            self.post(writer.name, receiver, lambda: self.arrive(member, writer.name, key))
         if isinstance(writer, Member) and (kept := writer.kept.pop((receiver, key), None)) is not None:
             slot, place = kept
             assert key in writer.memory[place][1], "it is gone before it is passed on"
@@ -252,6 +305,21 @@ class RelayWorld:
         self.write(writer, writer.outgoing.put_ended(receiver, TICKET, *key))
 
     # Faults -------------------------------------------------------------------------------------------
+
+    def spoil(self, writer: Writer, member: Member, key: Key, *, late: bool) -> None:
+        """The bytes that are there now are right or wrong, as `writer` has them, or damages them."""
+        place = member.targets[writer.name, key]
+        kept = writer.kept.get((member.name, key)) if isinstance(writer, Member) else None
+        is_damaged = writer.name == self.damages and (late or not self.late_only)
+        is_wrong = is_damaged or (kept is not None and (kept[1], key) in writer.wrong)
+        (member.wrong.add if is_wrong else member.wrong.discard)((place, key))
+
+    def stray(self, writer: Writer, receiver: str, key: Key) -> None:
+        """A put of one that is stopped has got somewhere all the same."""
+        writer.strayed.add((receiver, key))
+        member = self.members[receiver]
+        if member.memory[member.targets[writer.name, key]][0] == key[0]:
+            self.spoil(writer, member, key, late=True)
 
     def fall_silent(self, member: Member) -> None:
         """It does nothing any more; those that wait for it lose patience, and those that it keeps waiting."""

@@ -105,3 +105,27 @@ def test_the_others_have_the_version_when_a_relay_falls_silent_or_gives_up(data:
         if member.name != victim or not is_silent:
             assert member.drained == list(range(exchange.num_groups)), member.name
             assert set(member.ring.states) == {"free"} and not member.kept
+
+
+@given(st.data())
+@settings(max_examples=250, deadline=None)
+def test_no_wrong_byte_of_a_relay_is_applied_unnoticed(data: st.DataObject) -> None:
+    """It damages all that it passes on, or what it is not to any more; it may fall silent, so that nobody
+    hears of what still lands."""
+    exchange = data.draw(exchanges(most=4, groups=6))
+    names = [member.group for member in exchange.members]
+    victim = data.draw(st.sampled_from(names))
+    world = RelayWorld(
+        exchange,
+        set(names),
+        num_trainers=data.draw(st.integers(1, 2)),
+        num_slots=data.draw(st.integers(1, 3)),
+        silent=victim if data.draw(st.booleans()) else "",
+        damages=victim,
+        late_only=data.draw(st.booleans()),
+        chooser=random.Random(data.draw(st.integers(0, 2**32))),
+    )
+    world.run()
+    for member in world.members.values():
+        if not member.is_silent:
+            assert member.fate or member.drained == list(range(exchange.num_groups)), member.name

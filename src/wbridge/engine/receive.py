@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Final
 
 import anyio
 import anyio.abc
 import anyio.to_thread
-import msgspec
 
 from wbridge.device.base import Event
+from wbridge.engine.checks import Check, Checks
 from wbridge.engine.context import ReceiverContext, close_endpoints
 from wbridge.engine.credits import CreditSender
 from wbridge.engine.exchange import ExchangeMember
@@ -22,23 +21,11 @@ from wbridge.errors import InternalError, ProtocolError, UpdateAborted
 from wbridge.flow.actions import GiveCredit, GroupReady, ReplaceSlot, RingAction, TakeBack, ToLeader
 from wbridge.flow.messages import Alive, Arrived, Credit, Placement, Stopped, Unwanted
 from wbridge.flow.ring import Incoming, ReceiverRing
-from wbridge.staging.checksum import checksum
+from wbridge.plan.types import Group
 from wbridge.transport.base import RemoteSlot
 
 Key = tuple[int, int, int, str]
 """Ticket, group, piece, writer."""
-
-CHECKS_AT_ONCE: Final = 4
-"""Threads that compute checksums of what has arrived; few, since each keeps a core busy."""
-
-
-class _Check(msgspec.Struct, frozen=True):
-    """A piece that counts as arrived when its bytes have been found right."""
-
-    writer: str
-    arrived: Arrived
-    slot: int
-    view: memoryview
 
 
 class ReceiveEngine:
@@ -81,8 +68,8 @@ class ReceiveEngine:
             name: CreditSender(context.epoch, endpoint, self._placements_for(name))
             for name, endpoint in context.endpoints.items()
         }
-        # Unbounded, bounded by what may be in them: one check and one fence for each piece.
-        self._checks, self._check_inbox = anyio.create_memory_object_stream[_Check](math.inf)
+        self._checks = Checks(self._checked)
+        # Unbounded, bounded by what may be in it: one fence for each piece.
         self._fences, self._fence_inbox = anyio.create_memory_object_stream[
             Callable[[], Coroutine[object, object, object]]
         ](math.inf)
@@ -126,14 +113,13 @@ class ReceiveEngine:
         Who holds a slot for longer than `close_timeout_s` is not waited for: see `unproven`.
         """
         try:
-            with self._checks, self._check_inbox, self._fences, self._fence_inbox:
+            with self._fences, self._fence_inbox:
                 async with anyio.create_task_group() as tasks:
                     for sender in self._credits.values():
                         tasks.start_soon(sender.run)
                     if self._exchange is not None:
                         tasks.start_soon(self._exchange.run)
-                    for _ in range(CHECKS_AT_ONCE):
-                        tasks.start_soon(self._check_pieces)
+                    tasks.start_soon(self._checks.run)
                     for buffer in self._context.staging.buffers:
                         self._context.transport.register(buffer)
                     self._perform(self._ring.start())
@@ -162,6 +148,7 @@ class ReceiveEngine:
         self._ticket = ticket
         self._aborted.clear()
         self._ready.clear()
+        self._checks.begin(ticket)
         before_hold = self._context.staging.groups_before_hold(len(self._groups))
         incoming = self._incoming
         if self._exchange is not None:
@@ -195,7 +182,7 @@ class ReceiveEngine:
             return
         piece = self._groups[arrived.group].pieces[arrived.piece]
         view = self._context.staging.slot_view(slot, piece.offset, piece.nbytes)
-        self._checks.send_nowait(_Check(writer, arrived, slot, view))
+        self._checks.add(Check(writer, arrived, slot, view))
 
     def stopped(self, writer: str, stopped: Stopped) -> None:
         """The writer writes nothing of this any more, so what it was to write is not exposed any longer."""
@@ -229,26 +216,23 @@ class ReceiveEngine:
         if self._exchange is not None:
             self._exchange.lose(peer)
 
-    async def _check_pieces(self) -> None:
-        """If a checksum is wrong, the engine gives the ticket up."""
-        async for check in self._check_inbox:
-            arrived = check.arrived
-            total = await anyio.to_thread.run_sync(checksum, check.view)
-            if total == arrived.checksum:
-                self._pass_on(check)
-                self._perform(self._ring.arrived(check.writer, arrived))
-            elif arrived.ticket == self._ticket and arrived.ticket not in self._aborted:
-                self._refuse(check)
-            self._perform(self._ring.checked(check.slot))
+    def _checked(self, check: Check, is_right: bool) -> None:
+        arrived = check.arrived
+        if is_right:
+            self._pass_on(check)
+            self._perform(self._ring.arrived(check.writer, arrived))
+        elif arrived.ticket == self._ticket and arrived.ticket not in self._aborted:
+            self._refuse(check)
+        self._perform(self._ring.checked(check.slot))
 
-    def _pass_on(self, check: _Check) -> None:
+    def _pass_on(self, check: Check) -> None:
         if self._exchange is not None:
             arrived = check.arrived
             self._exchange.verified(
                 arrived.ticket, arrived.group, arrived.piece, check.slot, check.view, arrived.checksum
             )
 
-    def _refuse(self, check: _Check) -> None:
+    def _refuse(self, check: Check) -> None:
         """These bytes are wrong: a relay's are taken from the trainer, a trainer's are not to be had."""
         arrived = check.arrived
         if self._exchange is None or not self._exchange.distrust(check.writer, arrived.group, arrived.piece):
@@ -313,9 +297,18 @@ class ReceiveEngine:
     async def _start_all(self, ticket: int, after: Event, scatters: Scatters) -> None:
         for group in self._groups:
             slot = await self._wait_ready(ticket, group.index)
+            then = functools.partial(self._check_again, group) if self._ring.is_shared(slot) else None
             # One stream: what waits behind the first copy waits for `after` too.
-            scatters.start(group, slot, after=None if group.index else after)
+            scatters.start(group, slot, after=None if group.index else after, then=then)
             self.num_written += 1
+
+    async def _check_again(self, group: Group) -> None:
+        """What is still right was so when it was copied: a relay that is bypassed writes at most once."""
+        if not await self._checks.again(group.index):
+            raise UpdateAborted(
+                f"{self._context.worker}, group {group.index}: a relay that was bypassed has changed bytes"
+                " that were found right before; send the version again"
+            )
 
     async def _wait_ready(self, ticket: int, group: int) -> int:
         while True:

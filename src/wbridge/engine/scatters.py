@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import anyio
 
 from wbridge.device.base import Event
 from wbridge.plan.types import Group
 from wbridge.staging.base import ReceiverStaging
+
+Then = Callable[[], Awaitable[None]]
 
 
 class Scatters:
@@ -32,7 +34,7 @@ class Scatters:
         self._stopped = stopped
         self._failed = failed
         self._wants_slots = wants_slots
-        self._flying: deque[tuple[int, Event]] = deque()  # the older a copy, the earlier it ends
+        self._flying: deque[tuple[int, Event, Then | None]] = deque()  # the older, the earlier it ends
         self._last: list[int] = []
         self._is_closed = False
         self._changed = anyio.Event()
@@ -43,15 +45,16 @@ class Scatters:
         """Nothing is in flight, and nothing will be."""
         return self._is_closed and not self._flying
 
-    def start(self, group: Group, slot: int, *, after: Event | None) -> None:
-        """Copy `group` out of `slot`, behind all copies before it and not before `after` is done."""
+    def start(self, group: Group, slot: int, *, after: Event | None, then: Then | None = None) -> None:
+        """Copy `group` out of `slot`, behind all copies before it and not before `after` is done; `then` is
+        awaited before the slot is given back, and may raise."""
         try:
             event = self._staging.scatter(group, slot, after=after)
         except Exception as exc:  # kept in `error`, which whoever runs this raises
             self._fail(exc)
             self._stopped(slot)
         else:
-            self._flying.append((slot, event))
+            self._flying.append((slot, event, then))
             self._changed.set()
 
     def close(self) -> None:
@@ -67,10 +70,13 @@ class Scatters:
                 await self._changed.wait()
                 continue
             count = 1 if self._wants_slots() else len(self._flying)
-            await self._settle(self._flying[count - 1][1])
+            await self._settle(self._flying[count - 1][1].wait)
             for _ in range(count):
-                slot, event = self._flying.popleft()
-                await self._settle(event)  # over by now; it may have failed all the same
+                slot, event, then = self._flying[0]
+                await self._settle(event.wait)  # over by now; it may have failed all the same
+                if then is not None:
+                    await self._settle(then)
+                self._flying.popleft()
                 self._last.append(slot)
             if not self.is_over:
                 self.release()
@@ -81,9 +87,9 @@ class Scatters:
         for slot in slots:
             self._stopped(slot)
 
-    async def _settle(self, event: Event) -> None:
+    async def _settle(self, wait: Then) -> None:
         try:
-            await event.wait()
+            await wait()
         except Exception as exc:  # kept in `error`, which whoever runs this raises
             self._fail(exc)
 

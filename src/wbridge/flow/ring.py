@@ -34,6 +34,7 @@ class _Slot:
         self.barrier: Barrier[int] = Barrier(())
         self.num_readers = 0  # of what has arrived: checks, and relays
         self.may_write: set[tuple[str, int]] = set()  # (writer, piece) credited, neither written nor stopped
+        self.is_shared = False  # of one piece there have been two
 
 
 class _Grant:
@@ -141,6 +142,11 @@ class ReceiverRing:
         self._slots[slot].num_readers -= 1
         return self._go_on([])
 
+    def is_shared(self, slot: int) -> bool:
+        """Whether some piece in it has had two writers, so that the one that came late, or was stopped in the
+        middle, may have changed what had been found right of the other."""
+        return self._slots[slot].is_shared
+
     def stopped(self, writer: str, message: Stopped) -> list[RingAction]:
         """The writer writes no more for the ticket, or for one group of it. It may overtake anything."""
         held = any(slot.ticket == message.ticket for slot in self._slots)
@@ -172,6 +178,7 @@ class ReceiverRing:
         slot = self._find(ticket, group)
         out: list[RingAction] = []
         if slot is not None and slot.state == "filling" and piece in slot.barrier.missing:
+            slot.is_shared = True
             self._credit_piece(slot.index, piece, out)
         return out
 
@@ -282,6 +289,7 @@ class ReceiverRing:
             group = queue.pop(0)
             slot.state, slot.ticket, slot.group = "filling", self._grant.ticket, group
             self._of_group[slot.ticket, group] = index
+            slot.is_shared = False
             slot.barrier = Barrier(range(len(self._grant.writers[group])))
             for piece in range(len(self._grant.writers[group])):
                 self._credit_piece(index, piece, out)

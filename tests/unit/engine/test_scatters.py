@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
 from wbridge.device.base import Event
 from wbridge.device.cpu import CpuDevice
 from wbridge.engine.scatters import Scatters
+from wbridge.errors import UpdateAborted
 from wbridge.ids import WorkerId
 from wbridge.layout.region import Strided
 from wbridge.plan.types import Group, Piece, Transfer
@@ -176,3 +178,23 @@ async def test_a_copy_that_does_not_start_gives_its_slot_back(job: Job) -> None:
     job.scatters.release()
     assert sorted(job.stopped) == [0, 1, 2]
     assert len(job.failures) == 1
+
+
+async def test_a_slot_comes_back_only_after_what_follows_its_copy(job: Job) -> None:
+    """What follows may fail: the copies are over all the same, and the error is known."""
+    seen: list[list[int]] = []
+
+    async def look() -> None:
+        await anyio.lowlevel.checkpoint()
+        seen.append(list(job.stopped))
+        raise UpdateAborted("changed meanwhile")
+
+    job.wants_slots = True
+    for index in range(3):
+        job.scatters.start(GROUPS[index], index, after=None, then=look if index == 1 else None)
+    job.scatters.close()
+    await job.scatters.run()
+    job.scatters.release()
+    assert (seen, job.stopped) == ([[0]], [0, 1, 2])
+    assert isinstance(job.scatters.error, UpdateAborted)
+    assert job.failures == [job.scatters.error]

@@ -104,6 +104,19 @@ def test_a_second_arrival_is_checked_until_the_group_is_applied() -> None:
     assert machine.checking("A", Arrived(1, 0, 0)) is None
 
 
+def test_a_slot_with_two_writers_of_one_piece_is_known_until_its_next_group() -> None:
+    machine = ring(1)
+    machine.grant(1, [AB, A])
+    machine.arrived("B", Arrived(1, 0, 1))
+    assert not machine.is_shared(0)
+    machine.reassign(1, 0, 0, "B")
+    machine.stopped("A", Stopped(1, 0))  # what it has written stays, and may have come after the bytes of B
+    machine.arrived("B", Arrived(1, 0, 0))
+    assert machine.is_shared(0)
+    take(machine, 0, 1)
+    assert machine.states == ("filling",) and not machine.is_shared(0)
+
+
 def cost_of_arrivals(num_slots: int, num_arrivals: int = 200) -> float:
     """CPU seconds, the least of three runs."""
     costs = []

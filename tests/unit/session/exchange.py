@@ -1,4 +1,4 @@
-"""A job inside one process whose engines pretend to be on hosts of their own."""
+"""A job inside one process, in virtual time, whose engines pretend to be on hosts of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import wbridge
 from tests.unit.session.job import PATIENCE_S, Job, gather, rendezvous, settings, toys
 from wbridge.engine.exchange import ExchangeMember
 from wbridge.engine.receive import ReceiveEngine
+from wbridge.testing.streams import LoopDevice
 
 THREE = {"engine-0": 1, "engine-1": 1, "engine-2": 1}
 
@@ -30,8 +31,11 @@ async def exchanging(
     """Trainers on one host, each engine on its own unless `hosts` says where; all connected."""
     trainers, rollouts = toys(num_trainers, engines)
     values = settings(mode, len(engines), **config)
+    device = LoopDevice()
     senders = [
-        wbridge.SenderAdapter(t.source, rendezvous=rendezvous(path), config=values | {"host": "trainers"})
+        wbridge.SenderAdapter(
+            t.source, rendezvous=rendezvous(path), config=values | {"host": "trainers"}, device=device
+        )
         for t in trainers
     ]
     receivers = [
@@ -39,6 +43,7 @@ async def exchanging(
             r.target,
             rendezvous=rendezvous(path),
             config=values | {"host": (hosts or {}).get(r.engine, r.engine)},
+            device=device,
         )
         for r in rollouts
     ]

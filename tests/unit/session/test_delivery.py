@@ -9,7 +9,9 @@ import pytest
 
 import wbridge.sync
 from tests.unit.session.job import MODES, gather, running
+from tests.unit.session.virtual import virtual
 from wbridge.errors import BarrierTimeout, UpdateAborted
+from wbridge.testing.streams import LoopDevice
 
 pytestmark = pytest.mark.anyio
 TWO = {"engine-0": 1, "engine-1": 1}
@@ -33,8 +35,11 @@ async def test_every_waits_for_a_slow_engine(tmp_path: Path) -> None:
         assert job.holds(1)
 
 
+@virtual
 async def test_every_raises_after_its_deadline_and_names_the_engine(tmp_path: Path) -> None:
-    async with running(tmp_path, "sync", engines=TWO, relay_patience_s=0.01, update_timeout_s=1.0) as job:
+    devices = (LoopDevice(), LoopDevice())
+    limits = {"relay_patience_s": 0.01, "update_timeout_s": 1.0}
+    async with running(tmp_path, "sync", engines=TWO, devices=devices, **limits) as job:
         errors: list[BarrierTimeout] = []
 
         async def send(index: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import wbridge
 from tests.unit.session.job import MODES, PATIENCE_S, Job, gather, poll_until_lost, running
-from wbridge.engine import receive
+from wbridge.engine import checks, receive
 from wbridge.errors import UpdateAborted, WBridgeError
 from wbridge.staging.checksum import checksum
 from wbridge.transport.loopback import LoopbackEndpoint
@@ -282,7 +282,7 @@ async def test_checksums_are_computed_beside_the_loop(
         threads.add(threading.current_thread().name)
         return checksum(data)
 
-    monkeypatch.setattr(receive, "checksum", check)
+    monkeypatch.setattr(checks, "checksum", check)
     async with running(tmp_path, mode, engines=ONE, num_slots=2, checksum="on") as job:
         for version in (1, 2):
             await job.update(version)
@@ -301,7 +301,7 @@ async def test_a_slot_whose_bytes_are_being_checked_is_kept_after_an_abort(
             end.wait(PATIENCE_S)
         return checksum(data)
 
-    monkeypatch.setattr(receive, "checksum", check)
+    monkeypatch.setattr(checks, "checksum", check)
     async with running(tmp_path, "async", num_trainers=1, engines=ONE, num_slots=2, checksum="on") as job:
         delivery = (await job.send(1))[0]
         while not begun.is_set():
