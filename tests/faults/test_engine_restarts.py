@@ -104,7 +104,8 @@ async def test_an_engine_that_comes_late_joins_in_the_next_epoch(mode: str, tmp_
 async def test_a_worker_lost_while_bytes_are_due_ends_the_polls_of_its_engine(
     lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Direct slots: nobody is left to tell the survivors that the bytes will not come."""
+    """Direct slots: nobody is left to tell the survivors that the bytes will not come. Only a worker that was
+    told before, since the abort that the goodbye causes was faster than the loss, knows that it is whole."""
     async with running(tmp_path, "sync", num_trainers=1, engines={"engine-0": 4}) as job:
         engine = job.senders[0]._trainer._epoch.engine
         monkeypatch.setattr(engine, "credit", lambda *_: None)  # so no byte comes
@@ -114,14 +115,19 @@ async def test_a_worker_lost_while_bytes_are_due_ends_the_polls_of_its_engine(
             await job.senders[0].send_weights(1)
 
         async def roll(index: int) -> None:
-            error, _ = await poll_until_lost(job.receivers[index])
-            assert "is lost" in str(error)
-            if job.receivers[index]._rollout.serving.tainted:
-                with pytest.raises(wbridge.UpdateAborted, match="tainted"), job.receivers[index].step():
-                    pass
-            else:  # the abort that its goodbye causes was faster than the loss
+            rollout, told = job.receivers[index]._rollout, list[str]()
+            leave = rollout._leave
+            monkeypatch.setattr(
+                rollout, "_leave", lambda left, stats: told.append(left.outcome) or leave(left, stats)
+            )
+            assert "is lost" in str(await poll_until_lost(job.receivers[index]))
+            if told:
+                assert told == ["aborted"]
                 with job.receivers[index].step() as version:
                     assert version is None
+            else:
+                with pytest.raises(wbridge.UpdateAborted, match="tainted"), job.receivers[index].step():
+                    pass
 
         async def leave() -> None:
             receiver = job.receivers[lost]

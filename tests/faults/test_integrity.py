@@ -95,8 +95,9 @@ async def test_c62_without_checksums_verify_finds_lost_bytes(
 async def test_c55_after_half_a_version_the_next_one_is_whole(
     mode: str, tmp_path: Path, faulty: list[FaultyTransport]
 ) -> None:
-    """Half of version 2 is written over version 1 when the other half turns out wrong."""
-    async with running(tmp_path, mode, num_trainers=1, engines=ONE, checksum="on") as job:
+    """Half of version 2 is written over version 1 when the other half turns out wrong: with a ring of one
+    slot, no group comes before the one ahead of it has been written."""
+    async with running(tmp_path, mode, num_trainers=1, engines=ONE, checksum="on", num_slots=1) as job:
         await job.update(1)
         count = faulty[0]._num_exposed
         faulty[0].faults = Faults(lose_exposures=frozenset(range(count + count // 2, 2 * count)))

@@ -75,22 +75,15 @@ async def gather(*calls: Callable[[], Awaitable[T]]) -> list[T]:
     return [results[index] for index in range(len(calls))]
 
 
-async def poll_until_lost(receiver: wbridge.ReceiverAdapter) -> tuple[PeerLost, bool]:
-    """Poll until the engine is known to be broken; return that, and whether the worker was in doubt then.
-
-    If the answers of all workers were with the leader before one was lost, the polls have told what became of
-    the version: None if nothing was written. Else nobody can know, and the weights are tainted.
-    """
-    in_doubt = True
+async def poll_until_lost(receiver: wbridge.ReceiverAdapter) -> PeerLost:
+    """Poll until the engine is known to be broken."""
     while True:
         try:
-            update = await receiver.poll_requests(wait_s=PATIENCE_S)
+            assert await receiver.poll_requests(wait_s=PATIENCE_S) is None
         except UpdateAborted:
             continue
         except PeerLost as exc:
-            return exc, in_doubt
-        assert update is None
-        in_doubt = False
+            return exc
 
 
 class Job:

@@ -71,7 +71,7 @@ async def test_c44_a_send_that_fails_midway_publishes_nothing(tmp_path: Path) ->
     broken.close()
 
 
-@pytest.mark.parametrize("transport", ["loopback", "ucxx", "auto"])
+@pytest.mark.parametrize("transport", ["loopback", "shared_memory", "ucxx", "auto"])
 async def test_c46_every_transport_commits_in_the_same_place(transport: str, tmp_path: Path) -> None:
     async with running(tmp_path, "async", num_trainers=1, transport=transport) as job:
         for version in (1, 2):
