@@ -103,7 +103,7 @@ class Cast:
 
     def watch(self, victim: str, transition: Transition, number: int) -> Actor:
         """Arm the process that passes the transition: the victim itself, if it does."""
-        seats: Sequence[tuple[str, Seat]] = [(victim, SEATS.get(victim, "leader"))]
+        seats: Sequence[tuple[str, Seat]] = [(victim, SEATS.get(victim, "relay"))]
         if victim in ("trainer-0", "coordinator"):
             home = "coordinator" if self.external else "trainer-0"
             seats = [*seats, (home, "coordinator")] if victim == "trainer-0" and not self.external else seats

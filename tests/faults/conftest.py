@@ -15,11 +15,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, ()):
             path, _, name = report.nodeid.partition("::")
-            if not path.endswith("test_kills.py") or report.when != "call":
+            if not path.endswith(("test_kills.py", "test_relay_kills.py")) or report.when != "call":
                 continue
             fault, _, case = name.rstrip("]").partition("[")
             mode, _, rest = case.partition("-")
             role = rest.rpartition("-")[0]
+            if mode not in ("sync", "async") or not role:
+                continue
             counts.setdefault((fault, mode, role), Counter())[outcome] += 1
     if sum(count.total() for count in counts.values()) < ENOUGH_FOR_A_TABLE:
         return

@@ -107,6 +107,16 @@ def measure(held_for_peers: Sized) -> Message:
     }
 
 
+def busy_slots(receiver: wbridge.sync.ReceiverAdapter) -> list[str]:
+    """The states of the slots that do not become free although no update is under way."""
+    engine, until_s = receiver._rollout._engine, time.monotonic() + PATIENCE_S / 3
+    while engine is not None and (busy := [state for state in engine._ring.states if state != "free"]):
+        if time.monotonic() > until_s:
+            return busy
+        time.sleep(0.005)  # whoever has written them says so when he comes to it
+    return []
+
+
 class Watching:
     """Kills, stops, or just tells of a process at a transition that this one passes."""
 
@@ -242,11 +252,12 @@ def work_as_rollout(
             case "state":
                 pipe.tell("state", **_state(receiver, rollout))
             case "close":
+                busy = [] if receiver is None else busy_slots(receiver)
                 leave()
                 receiver = None
                 rolling = threading.Thread()
                 collect()
-                return pipe.tell("closed", left=Held().since(before))
+                return pipe.tell("closed", left={**Held().since(before), "slots": busy})
 
 
 def _state(receiver: wbridge.sync.ReceiverAdapter, rollout: Rollout) -> Message:

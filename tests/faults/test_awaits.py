@@ -125,7 +125,7 @@ ALONE = ("session/sender.py", "session/trainer.py", "session/script.py")
 
 
 FOUND: tuple[tuple[How, str, str], ...] = (
-    ("cancel", "engine/scatters.py", "await event.wait()"),  # a half-written version counted as applied
+    ("cancel", "engine/scatters.py", "await wait()"),  # a half-written version counted as applied
     ("cancel", "session/sender.py", "send_weights("),  # the other ranks waited for a call that never began
     ("fail", "engine/puts.py", "close_endpoints"),  # streams stayed open
     ("fail", "engine/receive.py", "close_endpoints"),

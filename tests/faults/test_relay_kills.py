@@ -13,6 +13,7 @@ import pytest
 from tests.faults.cast import TRAINERS, Cast, cast
 from tests.faults.test_kills import wait_stopped
 from tests.models.installed import needs
+from wbridge.testing.transitions import OF_RELAYS, TRANSITIONS, Transition
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90), needs("ucxx")]
 
@@ -65,10 +66,7 @@ def test_c57_a_relay_that_is_killed_costs_nobody_else_the_version(
         version = job.begin()
         observer.hear("passed")
         assert job["neighbour"].died_of(signal.SIGKILL)
-        begun_s = time.monotonic()
-        for name in ("leader", "follower", *RELAYS[1:]):
-            assert job[name].hear("applied", version=version)["whole"], f"{name} mixes versions"
-        assert time.monotonic() - begun_s < BOUND_S
+        hear_others(job, version)
         job.answers(*TRAINERS)
         job["trainer-0"].tell("outcomes")
         outcomes = job["trainer-0"].hear("outcomes")["outcomes"]
@@ -78,6 +76,58 @@ def test_c57_a_relay_that_is_killed_costs_nobody_else_the_version(
         }
         job["neighbour"].start()
         job.connect("neighbour")
+        job.update()
+        job.update()
+
+
+EVERYWHERE = [
+    pytest.param(mode, transition, id=f"{mode}-relay-{transition}".replace(" ", "_"))
+    for mode in ("sync", "async")
+    for transition in (*TRANSITIONS, *OF_RELAYS)
+]
+"""What a relay passes as one that receives, and what it passes as one that writes."""
+
+
+def hear_others(job: Cast, version: int) -> None:
+    """All but one of the relays have this version, soon."""
+    begun_s = time.monotonic()
+    for name in ("leader", "follower", *RELAYS[1:]):
+        assert job[name].hear("applied", version=version)["whole"], f"{name} mixes versions"
+    assert time.monotonic() - begun_s < BOUND_S
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("mode", "transition"), EVERYWHERE)
+def test_a_relay_that_is_killed_anywhere_costs_nobody_else_the_version(
+    mode: str, transition: Transition, tmp_path: Path
+) -> None:
+    with cast(tmp_path, mode, neighbours=3, hosts=apart, relay_patience_s=0.5) as job:
+        observer = job.watch("neighbour", transition, signal.SIGKILL)
+        version = job.begin()
+        observer.hear("passed")
+        assert job["neighbour"].died_of(signal.SIGKILL)
+        hear_others(job, version)
+        job.answers(*TRAINERS)
+        job["neighbour"].start()
+        job.connect("neighbour")
+        job.update()
+        job.update()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("mode", "transition"), EVERYWHERE)
+def test_a_relay_that_stops_anywhere_costs_nobody_else_the_version(
+    mode: str, transition: Transition, tmp_path: Path
+) -> None:
+    """It is not lost, and has the next version like everybody else."""
+    with cast(tmp_path, mode, neighbours=3, hosts=apart, relay_patience_s=0.5, heartbeat_s=10.0) as job:
+        observer = job.watch("neighbour", transition, signal.SIGSTOP)
+        version = job.begin()
+        observer.hear("passed")
+        wait_stopped(job["neighbour"].pid)
+        hear_others(job, version)
+        os.kill(job["neighbour"].pid, signal.SIGCONT)
+        job.answers(*TRAINERS)
         job.update()
         job.update()
 

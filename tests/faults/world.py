@@ -331,6 +331,7 @@ class World:
     async def finish(self) -> None:
         """Close everything; nothing is left."""
         assert not any(hooks.is_paused for hooks in self.hooks), "a server was not resumed"
+        await self._check_slots()
         for outcome in await self.close(self.adapters):
             assert outcome.error is None, outcome
         self.outcomes.clear()
@@ -338,6 +339,23 @@ class World:
         assert self.device.num_open == 0, "streams are open"
         assert self.device.num_pending == 0, "work was left in a stream"
         assert not list(self.path.iterdir()), "the rendezvous file is left"
+
+    async def _check_slots(self) -> None:
+        """No slot waits for anybody, nothing is kept for others, and only the newest version has a source."""
+        engines = [e for receiver in self.receivers if (e := receiver._rollout._engine) is not None]
+        relays = [e._exchange.relay for e in engines if e._exchange is not None]
+        puts = [relay._puts for relay in relays]
+        puts += [s._trainer._epoch.engine._puts for s in self.senders if s._trainer._epoch is not None]
+        left: list[object] = []
+        for _ in range(round(2 * self.config["fence_timeout_s"] / MOMENT_S)):
+            left = [e._ring.states for e in engines if set(e._ring.states) != {"free"}]
+            left += [relay.kept_for for relay in relays if relay.kept_for]
+            left += [own._sources for own in puts if len(own._sources) > 1]
+            left += [own._orders for own in puts if own._orders]
+            if not left:
+                return
+            await asyncio.sleep(MOMENT_S)
+        raise AssertionError(f"slots, or what is written from them, are left: {left}")
 
 
 class Leaks:

@@ -13,6 +13,7 @@ from wbridge.engine.lockstep import Lockstep
 from wbridge.engine.mailer import Mailer
 from wbridge.engine.puts import Puts
 from wbridge.engine.receive import ReceiveEngine
+from wbridge.engine.relay import Relay
 from wbridge.engine.scatters import Scatters
 from wbridge.flow.actions import ToLeader
 from wbridge.flow.messages import Announced, Commit, EngineOutcome, Hold, Landed, Offer, Retired, Serve
@@ -32,10 +33,13 @@ Transition = Literal[
     "committed",
     "applying",
     "retired",
+    "passing on",
+    "half passed on",
 ]
 
-Seat = Literal["coordinator", "trainer", "leader", "follower"]
-"""Which process sees the transition; trainer rank 0 is both `coordinator`, where embedded, and `trainer`."""
+Seat = Literal["coordinator", "trainer", "leader", "follower", "relay"]
+"""Which process sees the transition; trainer rank 0 is both `coordinator`, where embedded, and `trainer`, and
+a `relay` is the leader of its engine too."""
 
 TRANSITIONS: Final[tuple[Transition, ...]] = (
     "announced",
@@ -50,6 +54,9 @@ TRANSITIONS: Final[tuple[Transition, ...]] = (
     "retired",
 )
 """In the order of an update. In `async` an engine offers before the announcement."""
+
+OF_RELAYS: Final[tuple[Transition, ...]] = ("passing on", "half passed on")
+"""What only a worker passes that passes weights on to others."""
 
 
 class _Pass(msgspec.Struct, frozen=True):
@@ -86,6 +93,11 @@ def _half_that_goes(puts: Any) -> int:  # Any: as above
     return max(1, sum(outgoing.receiver not in relayed for outgoing in plan.outgoing) // 2)
 
 
+def _half_that_is_passed_on(relay: Any) -> int:  # Any: as above
+    owed = relay._by_ticket[relay._ticket].receivers
+    return max(1, sum(len(own) * len(relay._groups[group].pieces) for group, own in owed.items()) // 2)
+
+
 _COORDINATOR: Final[Mapping[Transition, _Pass]] = {
     "announced": _Pass(Tickets, "_announce"),
     "offered": _Pass(Tickets, "offer"),
@@ -115,11 +127,18 @@ _LEADER: Final[Mapping[Transition, _Pass]] = {
     **_FOLLOWER,
 }
 
+_RELAY: Final[Mapping[Transition, _Pass]] = {
+    **_LEADER,
+    "passing on": _Pass(Relay, "_start"),
+    "half passed on": _Pass(Relay, "_start", count=_half_that_is_passed_on),
+}
+
 SEEN: Final[Mapping[Seat, Mapping[Transition, _Pass]]] = {
     "coordinator": _COORDINATOR,
     "trainer": _TRAINER,
     "leader": _LEADER,
     "follower": _FOLLOWER,
+    "relay": _RELAY,
 }
 """The transitions that each kind of process passes itself; of the others it learns nothing, or later."""
 
