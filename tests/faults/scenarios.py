@@ -13,6 +13,7 @@ from tests.unit.session.job import rendezvous
 from wbridge.config import Config
 from wbridge.control.client import request_status
 from wbridge.control.rendezvous import parse_rendezvous
+from wbridge.flow.messages import Alive
 
 Scenario = Callable[[World], Awaitable[None]]
 
@@ -181,6 +182,18 @@ async def changes(world: World) -> None:
     await world.update()
 
 
+async def silences(world: World) -> None:
+    """One engine takes the credits of the others and says nothing any more: they turn to the trainers."""
+    await world.connect()
+    engine = world.receivers[1]._rollout._engine
+    if engine is not None and (member := engine._exchange) is not None:
+        tell = member._tell
+        member.relay.credit = lambda *_: None
+        member._tell = lambda to, message: None if isinstance(message, Alive) else tell(to, message)
+    await world.update()
+    await world.check_weights()
+
+
 SCENARIOS: Mapping[str, tuple[Scenario, dict[str, object]]] = {
     "updates sync": (updates, {"mode": "sync"}),
     "updates sender_overlap": (updates, {"mode": "sender_overlap"}),
@@ -203,4 +216,5 @@ SCENARIOS: Mapping[str, tuple[Scenario, dict[str, object]]] = {
     "relays sync": (updates, {"mode": "sync", "engines": (1, 1, 1), "apart": True}),
     "relays async": (updates, {"mode": "async", "engines": (1, 1, 1), "apart": True, "delay_s": 0.2}),
     "relay losses": (losses, {"mode": "async", "engines": (1, 1, 1), "apart": True, "delay_s": 0.2}),
+    "silent relay": (silences, {"mode": "async", "engines": (1, 1, 1), "apart": True}),
 }

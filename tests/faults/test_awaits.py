@@ -83,6 +83,7 @@ UNREACHED = {
     ("transport/inbox.py", "await turn.wakeup.wait()"): "256 unread messages",
     # What cleans up after another await was cut: these run in the cuts themselves.
     ("engine/link.py", "await connection.aclose()"): "cleanup",
+    ("engine/receive.py", "await scatters.run()"): "cleanup",
     ("session/contexts.py", "await _close(endpoints)"): "cleanup",
     ("session/contexts.py", "await endpoint.aclose()"): "cleanup",
     ("session/sending.py", "await publication.answered.wait()"): "cleanup",

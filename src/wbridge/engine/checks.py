@@ -10,6 +10,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from wbridge.errors import InternalError
 from wbridge.flow.messages import Arrived
 from wbridge.staging.checksum import checksum
 
@@ -50,6 +51,7 @@ class Checks:
             async with anyio.create_task_group() as tasks:
                 for _ in range(CHECKS_AT_ONCE):
                     tasks.start_soon(self._work)
+        raise InternalError("nobody checks what arrives any more; please report it")
 
     async def _work(self) -> None:
         async for check in self._inbox:

@@ -8,6 +8,7 @@ import anyio
 import anyio.abc
 
 from wbridge.engine.relay import Relay
+from wbridge.errors import InternalError
 from wbridge.flow.messages import Alive, Credit, Stopped, Unwanted
 from wbridge.flow.ring import Incoming
 from wbridge.ids import WorkerId
@@ -70,6 +71,7 @@ class ExchangeMember:
                 await self._busy.wait()
                 await anyio.sleep(self._patience_s / SIGNS_PER_PATIENCE)  # the beat of the signs
                 self._look_around()
+        raise InternalError(f"{self._worker} has ended by itself to pass weights on; please report it")
 
     def serve(self, ticket: int, engines: Iterable[str]) -> tuple[Incoming, ...]:
         """Take a grant: return who is to write what. `engines` take the ticket together."""

@@ -277,7 +277,10 @@ class ReceiveEngine:
         if error := scatters.error or aborted:
             raise error
         if self.num_written < len(self._groups) or not scatters.is_over:
-            raise InternalError(f"{self._context.worker}: an apply was cut short; please report it")
+            why = "an apply was cut short; please report it"
+            self.abort(ticket, why)
+            await scatters.run()  # what was started stops all the same, and its slots are given back
+            raise InternalError(f"{self._context.worker}: {why}")
 
     async def rebind(self) -> None:
         """Write parameters where they are now; no `apply` is under way."""

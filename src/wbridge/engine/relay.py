@@ -13,6 +13,7 @@ import msgspec
 from wbridge.device.base import Event
 from wbridge.engine.context import RelayContext
 from wbridge.engine.puts import Puts
+from wbridge.errors import InternalError
 from wbridge.flow.messages import Credit
 from wbridge.plan.types import Group, Piece
 from wbridge.staging.relay import KeptPieces
@@ -70,6 +71,7 @@ class Relay:
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             tasks.start_soon(self._puts.run)
+        raise InternalError("a relay has ended by itself, and keeps slots; please report it")
 
     @property
     def awaited_by(self) -> set[str]:
