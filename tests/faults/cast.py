@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ SEATS: dict[str, Seat] = {
 
 TRAINERS = ("trainer-0", "trainer-1")
 NEIGHBOURS = ("neighbour", "neighbour-2")
+
+SEGMENTS = Path("/dev/shm")
 
 ENOUGH_SENDS = 8
 """While members change, a version may have to be sent a few times."""
@@ -188,6 +191,16 @@ class Cast:
         self.is_closed = True
 
 
+def orphans() -> set[str]:
+    """Segments of UCX that no process has mapped; our own have no name, and end with their last mapping."""
+    names = {name for name in os.listdir(SEGMENTS) if name.startswith("ucx_")}
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            mapped = path.read_text()
+            names = {name for name in names if name not in mapped}
+    return names
+
+
 @contextmanager
 def cast(
     path: Path,
@@ -200,14 +213,14 @@ def cast(
     **config: object,
 ) -> Iterator[Cast]:
     """A connected job that has applied version 1 everywhere; whatever happens, its processes end."""
-    segments = set(os.listdir("/dev/shm"))
+    segments = set(os.listdir(SEGMENTS))
     job = Cast(path, mode, external=external, neighbours=neighbours, hosts=hosts, ucx=ucx, **config)
     try:
         job.update()
         yield job
         if not job.is_closed:
             job.close()
-        assert not {name for name in set(os.listdir("/dev/shm")) - segments if "wbridge" in name}
+        assert not orphans() - segments, "shared segments are left"
     finally:
         for actor in job.actors.values():
             actor.kill()
