@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from wbridge.errors import BarrierTimeout as BarrierTimeout
     from wbridge.errors import ConfigError as ConfigError
     from wbridge.errors import CoverageError as CoverageError
+    from wbridge.errors import DeviceFailed as DeviceFailed
     from wbridge.errors import EndpointClosed as EndpointClosed
     from wbridge.errors import InternalError as InternalError
     from wbridge.errors import LayoutError as LayoutError
@@ -56,6 +57,7 @@ _HOMES = {
     "ConfigError": "wbridge.errors",
     "CoverageError": "wbridge.errors",
     "Delivery": "wbridge.session.sender",
+    "DeviceFailed": "wbridge.errors",
     "Difference": "wbridge.control.messages",
     "EndpointClosed": "wbridge.errors",
     "EngineCheck": "wbridge.control.messages",
@@ -95,6 +97,7 @@ __all__ = [
     "ConfigError",
     "CoverageError",
     "Delivery",
+    "DeviceFailed",
     "Difference",
     "EndpointClosed",
     "EngineCheck",

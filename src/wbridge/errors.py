@@ -57,5 +57,9 @@ class NativeUnavailable(WBridgeError, ImportError):
     """An optional part is not installed; the message names the extra that brings it."""
 
 
+class DeviceFailed(WBridgeError, RuntimeError):
+    """A GPU, or work on it of whomever in this process, has failed; start the process again."""
+
+
 class InternalError(WBridgeError):
     """A bug in wbridge; please report it."""

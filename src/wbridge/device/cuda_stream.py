@@ -23,7 +23,7 @@ from wbridge.device.cuda_driver import (
     why_no_rings,
 )
 from wbridge.device.wakeup import Bell
-from wbridge.errors import EndpointClosed, InternalError
+from wbridge.errors import DeviceFailed, EndpointClosed, InternalError
 
 HIGH: Final = -1
 """Somebody waits for the work: it goes before the application's, whose streams have 0 by default."""
@@ -44,6 +44,22 @@ def working_on(stream: torch.cuda.Stream) -> Iterator[None]:
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
+
+
+@contextmanager
+def asking(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Ask the GPU of a stream, also while another thread captures a graph.
+
+    Without the GPU made current, a thread of ours would start to use the first one too.
+
+    Raises:
+        DeviceFailed: the GPU answers no more.
+    """
+    try:
+        with relaxed(), torch.cuda.device(stream.device):
+            yield
+    except RuntimeError as exc:  # torch's, or the driver's
+        raise DeviceFailed(f"{stream.device}: {exc}; start this process again") from exc
 
 
 def take_stream(index: int, priority: int) -> torch.cuda.Stream:
@@ -122,13 +138,15 @@ class CudaStream:
     def record(self) -> CudaEvent:
         self._check_open()
         error, self._error = self._error, None
-        return CudaEvent(record(self.handle), self.handle, self._rings, error)
+        with asking(self.handle):
+            return CudaEvent(record(self.handle), self.handle, self._rings, error)
 
     def wait_event(self, event: Event) -> None:
         self._check_open()
         if not isinstance(event, CudaEvent):
             raise InternalError(f"a CUDA stream cannot wait for a {type(event).__name__}")
-        self.handle.wait_event(event.handle)
+        with asking(self.handle):
+            self.handle.wait_event(event.handle)
 
     def close(self) -> None:
         """The next stream that is opened may be this one: its work then runs behind what is left here."""
@@ -157,8 +175,7 @@ class CudaEvent:
         self._error = error
 
     def is_done(self) -> bool:
-        # Without the device a thread of ours would start to use the first GPU too.
-        with relaxed(), torch.cuda.device(self._stream.device):
+        with asking(self._stream):
             return bool(self.handle.query())  # type: ignore[no-untyped-call]  # torch has no hints here
 
     async def wait(self) -> None:
@@ -167,7 +184,7 @@ class CudaEvent:
         self._raise_if_failed()
 
     def synchronize(self) -> None:
-        with relaxed(), torch.cuda.device(self._stream.device):
+        with asking(self._stream):
             self.handle.synchronize()
         self._raise_if_failed()
 

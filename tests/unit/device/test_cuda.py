@@ -17,7 +17,7 @@ from wbridge.device import cuda, cuda_stream
 from wbridge.device.cuda import CudaDevice
 from wbridge.device.cuda_driver import DriverError
 from wbridge.device.cuda_stream import CudaEvent, CudaStream, Rings
-from wbridge.errors import ConfigError, EndpointClosed, NativeUnavailable
+from wbridge.errors import ConfigError, DeviceFailed, EndpointClosed, NativeUnavailable
 
 
 class Event:
@@ -149,6 +149,21 @@ def test_threads_of_ours_leave_the_first_gpu_alone(entered: list[str]) -> None:
     event.is_done()
     event.synchronize()
     assert entered == ["GPU 1", "query", "not GPU 1", "GPU 1", "wait", "not GPU 1"]
+
+
+def test_a_gpu_that_has_failed_is_told_as_such(entered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever asks it next; it is no bug of ours that somebody should report."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    broken = SimpleNamespace(query=fail, synchronize=fail)
+    event = CudaEvent(broken, Handle("s"), Rings(1))  # type: ignore[arg-type]  # as above
+    stream = CudaStream(SimpleNamespace(device=1, wait_event=fail), Rings(1))  # type: ignore[arg-type]  # as above
+    monkeypatch.setattr(cuda_stream, "record", fail)
+    for ask in (event.is_done, event.synchronize, stream.record, lambda: stream.wait_event(event)):
+        with pytest.raises(DeviceFailed, match=r"^1: CUDA error: an illegal .*; start this process again$"):
+            ask()
 
 
 # The device, with two GPUs that are not there -------------------------------------------------------------
