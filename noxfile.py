@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import nox
@@ -28,8 +30,10 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         run(session, "-m", "pytest", *session.posargs)
         return
-    # Frameworks set process-wide state when imported, so each kind of test gets a process of its own.
-    run(session, "-m", "pytest", "-m", "not process and not backend and not gpu and not exhaustive")
+    # Frameworks set process-wide state when imported, so each kind of test gets a process of its own. What
+    # starts no processes leaves other cores idle: two share it, by file.
+    shared = ("-n", "2", "--dist", "loadfile")
+    run(session, "-m", "pytest", *shared, "-m", "not process and not backend and not gpu and not exhaustive")
     run(session, "-m", "pytest", "-m", "process and not (backend or gpu or exhaustive or faults)")
     run(session, "-m", "pytest", "-m", "backend and not gpu and not exhaustive")
 
@@ -141,10 +145,24 @@ def build_environment(session: nox.Session) -> None:
     if stamp.exists() and stamp.read_text() == digest:
         return
     session.run(sys.executable, "-m", "virtualenv", "--clear", "--quiet", str(SHARED), external=True)
-    python = str(SHARED / "bin" / "python")
+    python, unused = str(SHARED / "bin" / "python"), SHARED / "unused.txt"
+    session.run(python, "-m", "pip", "install", "--quiet", "uv", *CONSTRAINTS, external=True)
+    unused.write_text("".join(f"{name}; python_version < '3'\n" for name in UNUSED))
     groups = [argument for name in ("test", "lint", "types", "backends") for argument in ("--group", name)]
-    session.run(
-        python, "-m", "pip", "install", "--quiet", "-e", ".[cu12]", *groups, *CONSTRAINTS, external=True
-    )
-    session.run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *UNUSED, external=True)
+    sources = ("--index-strategy", "unsafe-best-match", *pip_sources(session, python))
+    wanted = ("-e", ".[cu12]", *groups, *CONSTRAINTS, "--overrides", str(unused))
+    uv = (str(SHARED / "bin" / "uv"), "pip", "install", "--quiet", "--python", python)
+    env = {"UV_HTTP_TIMEOUT": "180", "UV_SYSTEM_CERTS": "1"}  # the certificates of the system, as pip
+    session.run(*uv, *sources, *wanted, external=True, env=env)
     stamp.write_text(digest)
+
+
+def pip_sources(session: nox.Session, python: str) -> Iterator[str]:
+    """Where pip is configured to find packages, as arguments of uv, which reads no configuration of pip."""
+    listed = session.run(python, "-m", "pip", "config", "list", external=True, silent=True)
+    for line in str(listed).splitlines():
+        key, _, value = line.partition("=")
+        option = key.rpartition(".")[2]
+        if option in ("index-url", "extra-index-url", "find-links"):
+            for place in ast.literal_eval(value).split():
+                yield from (f"--{option}", place)
