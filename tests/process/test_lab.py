@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from benchmarks.lab.predict import predict
 from benchmarks.lab.rows import FETCH, GLOO, OURS, Row, rows_of, verdicts
 from benchmarks.lab.usage import Usage
 from benchmarks.links.hosts import HEADER_NBYTES, Counters, why_not
+from tests.faults.roles import FORKS
 from wbridge.cli.measure import LinkSpeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,9 +104,8 @@ def tell_without_root(told: Any) -> None:
 @pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can stop to be root")
 def test_the_lab_needs_root() -> None:
-    context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    process = context.Process(target=tell_without_root, args=(told,))
+    told = FORKS.Queue()
+    process = FORKS.Process(target=tell_without_root, args=(told,))
     process.start()
     assert "root" in told.get(timeout=BUSY_S)
     process.join()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import pytest
 
 from benchmarks.links.hosts import Host, open_hosts, why_not
 from benchmarks.links.jobs import measure_links
+from tests.faults.roles import FORKS
 from wbridge.transport.host import host_identity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.skipif(bool(REASON), reason=REASON or "links can be limited here"),
 ]
-CONTEXT = multiprocessing.get_context("spawn")
 HOLD = """
 import signal, sys
 from benchmarks.links.hosts import open_hosts
@@ -41,10 +40,10 @@ def tell_identity(host: Host, told: Any) -> None:
 
 
 def test_processes_on_two_hosts_are_told_apart() -> None:
-    told = CONTEXT.Queue()
+    told = FORKS.Queue()
     with open_hosts(["a", "b"], mbit=100) as hosts:
         for host in hosts.values():
-            process = CONTEXT.Process(target=tell_identity, args=(host, told))
+            process = FORKS.Process(target=tell_identity, args=(host, told))
             process.start()
             process.join()
         found = [told.get(timeout=10) for _ in hosts]
