@@ -150,7 +150,8 @@ def build_environment(session: nox.Session) -> None:
     unused.write_text("".join(f"{name}; python_version < '3'\n" for name in UNUSED))
     groups = [argument for name in ("test", "lint", "types", "backends") for argument in ("--group", name)]
     sources = ("--index-strategy", "unsafe-best-match", *pip_sources(session, python))
-    wanted = ("-e", ".[cu12]", *groups, *CONSTRAINTS, "--overrides", str(unused))
+    fresh = ("--refresh-package", "wbridge")  # it is built from what is here, whatever uv has kept
+    wanted = (*fresh, "-e", ".[cu12]", *groups, *CONSTRAINTS, "--overrides", str(unused))
     uv = (str(SHARED / "bin" / "uv"), "pip", "install", "--quiet", "--python", python)
     env = {"UV_HTTP_TIMEOUT": "180", "UV_SYSTEM_CERTS": "1"}  # the certificates of the system, as pip
     session.run(*uv, *sources, *wanted, external=True, env=env)
