@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,17 +10,17 @@ import pytest
 import torch
 
 from tests.models.checkpoints import checkpoint_of, tiny_config
+from tests.models.installed import needs
 from tests.models.vllm_rank import close_vllm, vllm_rank
+from tests.process.vllm_forks import VllmForks
 from wbridge.config import Config
 from wbridge.discovery.discover import discover
 from wbridge.discovery.pointers import bind, owners_of
 from wbridge.discovery.trace import trace
 from wbridge.layout.source_map import SourceMap
 
-pytestmark = pytest.mark.backend
-pytest.importorskip("vllm")
+pytestmark = [pytest.mark.backend, needs("vllm")]
 
-ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY_PADDED_BY = 6  # from 250 to a multiple of 64
 
 
@@ -89,34 +87,25 @@ def test_trace_equals_probe(architecture: str, tmp_path: Path) -> None:
             assert dict(traced.unfed) == (dict.fromkeys(embeddings, padding) if rank == size - 1 else {})
 
 
-REAL_RANK = """
-import sys
-from pathlib import Path
-import msgspec
-from tests.models.checkpoints import checkpoint_of, tiny_config
-from tests.models.vllm_rank import close_vllm, vllm_rank
-from wbridge.discovery.trace import trace
-directory, rank = Path(sys.argv[1]), int(sys.argv[2])
-config = tiny_config("qwen3_moe")
-at = f"file://{directory}/meeting"
-with vllm_rank(config, directory / str(rank), rank=rank, tensor_parallel=2, rendezvous=at) as model:
-    parameters = dict(model.named_parameters())
-    found = trace(checkpoint=checkpoint_of(config), parameters=parameters, load_weights=model.load_weights)
-(directory / f"{rank}.map").write_bytes(msgspec.msgpack.encode(found.source_map))
-close_vllm()
-"""
+def trace_real_rank(path: str, rank: str) -> None:
+    """What each of two processes does."""
+    directory, config = Path(path), tiny_config("qwen3_moe")
+    at = f"file://{directory}/meeting"
+    with vllm_rank(config, directory / rank, rank=int(rank), tensor_parallel=2, rendezvous=at) as model:
+        parameters = dict(model.named_parameters())
+        checkpoint = checkpoint_of(config)
+        found = trace(checkpoint=checkpoint, parameters=parameters, load_weights=model.load_weights)
+    (directory / f"{rank}.map").write_bytes(msgspec.msgpack.encode(found.source_map))
+    close_vllm()
 
 
 @pytest.mark.process
-def test_rank_built_alone_is_the_rank_of_a_real_group(tmp_path: Path) -> None:
-    commands = [[sys.executable, "-c", REAL_RANK, str(tmp_path), str(rank)] for rank in range(2)]
-    workers = [subprocess.Popen(command, cwd=ROOT) for command in commands]
-    try:
-        assert [worker.wait(timeout=55) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+@pytest.mark.timeout(120)
+def test_rank_built_alone_is_the_rank_of_a_real_group(tmp_path: Path, vllm_forks: VllmForks) -> None:
+    output = tmp_path / "output"
+    ranks = [(str(tmp_path), str(rank)) for rank in range(2)]
+    codes = vllm_forks.run(f"{__name__}:{trace_real_rank.__name__}", *ranks, output=output)
+    assert codes == [0, 0], output.read_text()[-8000:]
     config = tiny_config("qwen3_moe")
     for rank in range(2):
         real = msgspec.msgpack.decode((tmp_path / f"{rank}.map").read_bytes(), type=SourceMap)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.backend, pytest.mark.process, pytest.mark.slow]
-pytest.importorskip("vllm")
+from tests.models.installed import needs
+from tests.process.vllm_forks import VllmForks
 
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.backend, pytest.mark.process, pytest.mark.slow, needs("vllm")]
+
 LIMIT_S = 180
 
 
-@pytest.mark.timeout(LIMIT_S + 10)
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     ("architecture", "weights", "mode", "size"),
     [
@@ -28,12 +27,11 @@ LIMIT_S = 180
     ],
 )
 def test_c30_c43_a_running_engine_follows_with_requests_in_flight(
-    architecture: str, weights: str, mode: str, size: int, tmp_path: Path
+    architecture: str, weights: str, mode: str, size: int, tmp_path: Path, vllm_forks: VllmForks
 ) -> None:
-    command = [sys.executable, "-m", "tests.process.vllm_follow"]
-    command += [str(tmp_path), architecture, weights, mode, str(size)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-5000:]
+    output, arguments = tmp_path / "output", (str(tmp_path), architecture, weights, mode, str(size))
+    codes = vllm_forks.run("tests.process.vllm_follow:main", arguments, output=output)
+    assert codes == [0], output.read_text()[-8000:]
     found = json.loads((tmp_path / "result.json").read_text())
     wanted = found["wanted"]
     assert [found["first"], found["second"], found["third"]] == wanted[1:]

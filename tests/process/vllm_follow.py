@@ -1,11 +1,10 @@
-"""Runs an AsyncLLM that follows a trainer thread, and prints what came out: a program for the tests."""
+"""Runs an AsyncLLM that follows a trainer thread, and writes what came out: a program for the tests."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -20,7 +19,6 @@ for name, value in {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }.items():
     os.environ.setdefault(name, value)
 
@@ -111,7 +109,12 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
         distributed_executor_backend="mp" if size > 1 else "uni",
         **engine_args(raw_weights=raw),
     )
-    engine = AsyncLLM.from_engine_args(arguments)
+    settings = arguments.create_engine_config()
+    # On CPUs vLLM asks for "spawn", as OpenMP's threads do not survive a fork; here it has none. The engine's
+    # processes would import all again, which takes longer than the test.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    engine = AsyncLLM.from_vllm_config(settings)
+    trainer.start()  # threads of ours would not survive it either
     updated = asyncio.Condition()
     seen: list[int] = []
 
@@ -183,19 +186,15 @@ async def follow(directory: Path, trainer: Trainer, raw: bool, mode: str, size: 
         engine.shutdown()
 
 
-def main(directory: Path, architecture: str, raw: str, mode: str, size: str) -> dict[str, Any]:
+def main(path: str, architecture: str, weights: str, mode: str, size: str) -> None:
+    directory = Path(path)
     config = save_config(directory / "model", architecture)
     models = [build_policy(config, seed) for seed in range(4)]
     wanted = [greedy(model) for model in models]
     trainer = Trainer(models, f"file://{directory}/rendezvous", {"mode": mode})
-    trainer.start()
-    found = asyncio.run(follow(directory / "model", trainer, raw == "raw", mode, int(size)))
+    found = asyncio.run(follow(directory / "model", trainer, weights == "raw", mode, int(size)))
     trainer.join()
     if trainer.error is not None:
         raise trainer.error
-    return found | {"wanted": wanted, "outcomes": trainer.outcomes, "prompt": len(PROMPT)}
-
-
-if __name__ == "__main__":
-    result = main(Path(sys.argv[1]), *sys.argv[2:])
-    (Path(sys.argv[1]) / "result.json").write_text(json.dumps(result))
+    found |= {"wanted": wanted, "outcomes": trainer.outcomes, "prompt": len(PROMPT)}
+    (directory / "result.json").write_text(json.dumps(found))
