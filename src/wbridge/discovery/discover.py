@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypedDict
 
@@ -18,6 +19,8 @@ from wbridge.discovery.verify import verify
 from wbridge.errors import CoverageError, InternalError, LayoutError
 from wbridge.layout.coverage import check_coverage
 from wbridge.layout.source_map import ASSEMBLED, SourceMap, TensorSpec
+
+_log = logging.getLogger(__name__)
 
 
 def discover(
@@ -106,9 +109,17 @@ def check_fed(found: Discovered, *, allow_unfed: Iterable[str]) -> None:
 def check_named(found: Discovered, *, include: Sequence[str]) -> None:
     """Return if the loader fills no tensor of somebody else's that would never be updated.
 
+    Warns of checkpoint tensors that end up nowhere, as one of two names for a parameter does.
+
     Raises:
         LayoutError: it does; names the checkpoint tensor and says what the tensor looks like.
     """
+    if lost := [name for name in found.overwritten if _is_included(name, include)]:
+        _log.warning(
+            "load_weights overwrites all of checkpoint tensors (fine if they are tied): %s",
+            ", ".join(lost[:5]),
+            extra={"tensors": lost},
+        )
     source_map = found.source_map
     fed = {m.tensor for m in source_map.mapped}
     for tensor, names in found.beside:

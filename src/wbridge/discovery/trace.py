@@ -27,11 +27,13 @@ class Discovered(msgspec.Struct, frozen=True):
     """A source map, and how many elements of each parameter the loader did not even set to a constant.
 
     `beside` has the tensors that the loader fills beside those it was watched for, and with what.
+    `overwritten` names the checkpoint tensors of which it overwrites all that it has put somewhere.
     """
 
     source_map: SourceMap
     untouched: dict[str, int]
     beside: list[tuple[torch.Tensor, tuple[str, ...]]] = []
+    overwritten: tuple[str, ...] = ()
 
     @property
     def beside_tensors(self) -> list[torch.Tensor]:
@@ -65,7 +67,10 @@ def trace(
         pieces = tracer.pieces(tensor)
         if name in parameters or any(piece.tensors for piece in pieces):
             found.add(name, tensor, pieces)
-    return msgspec.structs.replace(found.discovered(atomic), beside=tracer.let_go())
+    discovered = found.discovered(atomic)
+    used = {m.tensor for m in discovered.source_map.mapped}
+    overwritten = tuple(name for name in tracer.filling if name not in used)
+    return msgspec.structs.replace(discovered, beside=tracer.let_go(), overwritten=overwritten)
 
 
 def distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -79,6 +79,8 @@ class Tracer:
         for name, tensor in live.items():
             self._live.setdefault(storage_key(tensor), []).append((name, tensor))
         self._contents: dict[Key, Content] = {}
+        self.filling: dict[str, None] = {}
+        """Checkpoint tensors that were put into a live one, if only until something else was."""
         self._kept: list[torch.Tensor] = []  # storages of the loader's own buffers must not be reused
 
     def checkpoint_tensor(self, name: str, spec: TensorSpec, device: torch.device) -> Traced:
@@ -237,6 +239,8 @@ class Tracer:
             return
         storage = storage_key(target)
         owners = self._live.get(storage)
+        if owners:
+            self.filling.update(dict.fromkeys(t for piece in pieces for t in piece.tensors))
         if owners and all(t.dtype != target.dtype for _, t in owners):
             self._record_reinterpreted(owners, pieces)
             return

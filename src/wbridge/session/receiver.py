@@ -24,7 +24,8 @@ _WAIT_S = 3600.0
 class ReceiverAdapter:
     """One rollout worker's end of the bridge. Use it as an async context manager.
 
-    All workers of an engine call `poll_requests` the same number of times, once per step.
+    All workers of an engine call `poll_requests` the same number of times, once per step. `rendezvous`,
+    `config` and `secret` are as for `SenderAdapter`.
     """
 
     def __init__(

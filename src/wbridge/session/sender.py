@@ -23,8 +23,9 @@ class SenderAdapter:
     """One trainer worker's end of the bridge. Use it as an async context manager.
 
     Everything it does in the background runs in a thread of its own, so transfers go on while the
-    caller computes. `rendezvous` is `tcp://host:port`, `file:///path` or `env://`; rank 0 runs the
-    coordinator unless `config.coordinator` says `external`.
+    caller computes. `rendezvous` is `tcp://host:port`, `file:///path` or, if not given, `env://`: where
+    torchrun says. `secret` wins over WBRIDGE_SECRET. Rank 0 runs the coordinator unless
+    `config.coordinator` says `external`.
     """
 
     def __init__(

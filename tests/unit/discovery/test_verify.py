@@ -205,3 +205,21 @@ def test_buffers_of_the_loaders_own_are_nobodys_business() -> None:
     )
     assert sum(mapped.region.num_elements for mapped in source_map.mapped) == 8
     assert not kept.any()
+
+
+def test_a_checkpoint_tensor_that_ends_up_nowhere_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    parameters = {"w": torch.zeros(2, 4)}
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            parameters["w"].copy_(weight)
+
+    spec = TensorSpec((2, 4), "float32")
+    source_map = discover(
+        checkpoint={"first": spec, "second": spec}, parameters=parameters, load_weights=load, config=Config()
+    )
+    assert {mapped.tensor for mapped in source_map.mapped} == {"second"}
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["first"]
+    caplog.clear()
+    discover(checkpoint={"first": spec}, parameters=parameters, load_weights=load, config=Config())
+    assert not caplog.records
