@@ -6,9 +6,8 @@ No weights: tables of what workers hold are made from a model's config and a par
 trainers on hosts of their own. `plan_s` is `plan_tables`, in CPU seconds, the best of three; `write_out_s` is
 what the slower of a trainer and a rollout worker then does for itself. Each case runs in a process of its
 own, whose largest resident set is the peak. Hosts have eight NICs of 50 GB/s. `load_over_bound` is the
-busiest link of the routes with relays over the least that any plan needs, and `egress_copies` what trainers
-send then; `direct_over_bound` and `direct_egress_copies` are of the plan as it is executed today, trainers
-serving every rollout, over the least for that.
+busiest link over the least that any plan needs, and `egress_copies` what trainers send, both of the plan as
+it is executed: its groups and hops, written out one by one, when all engines take a version together.
 
 `--reference DIR` names the folder with `planner_bench.py`, which times the planner of the published PyPI
 package `wbridge` (another project) on the same layouts, in a virtual environment made for it.

@@ -14,9 +14,8 @@ from wbridge.plan.build import plan_tables
 from wbridge.plan.expand import Expansion
 from wbridge.plan.fleets import MODELS, Fleet, Model, Parallelism, Part, build_fleet
 from wbridge.plan.geometry import Geometry
-from wbridge.plan.relays import find_relays
 from wbridge.plan.topology import Nic, Topology, find_links
-from wbridge.plan.traffic import find_traffic, loads_of
+from wbridge.plan.traffic import between_links, find_traffic, loads_of
 from wbridge.plan.types import Plan
 
 QWEN, KIMI = "Qwen3-30B-A3B", "Kimi-K2"
@@ -72,6 +71,9 @@ def cases() -> dict[str, Case]:
         qwen, Part(workers_per_group=128, parallelism=Parallelism(fsdp=128)), eights
     )
     found[f"{QWEN}-256-tp2-and-tp4"] = Case(qwen, trainers, (engines(2, 32), engines(4, 16)))
+    found[f"{QWEN}-256-ep8-and-tp8"] = Case(qwen, trainers, (engines(8, 8, ep=8), engines(8, 8)))
+    staged = Part(workers_per_group=8, num_groups=8, parallelism=Parallelism(pp=2, tp=4, fused=True))
+    found[f"{QWEN}-256-tp8-and-pp2"] = Case(qwen, trainers, (engines(8, 8), staged))
     found[f"{QWEN}-256-mixed-bandwidths"] = Case(qwen, trainers, eights, slow_hosts=4)
     found[f"{QWEN}-256-few-trainers"] = Case(qwen, megatron(16, pp=2, tp=4, ep=8), (engines(8, 30, ep=8),))
     found[f"{QWEN}-256-few-rollouts"] = Case(qwen, megatron(240, pp=2, tp=4, ep=8), (engines(8, 2, ep=8),))
@@ -111,13 +113,12 @@ def write_out_s(plan: Plan, role: str) -> float:
 def quality(plan: Plan, topology: Topology) -> dict[str, float]:
     geometry, links = Geometry(), find_links(plan.workers, plan.hosts, topology)
     copy_nbytes, bound = lower_bound(plan, links, geometry)
-    relays = find_relays(plan, links, geometry)
-    traffic = find_traffic(plan, geometry)
-    direct_s = max(load.seconds for load in loads_of(traffic.egress(), traffic.ingress(), links))
+    crossing = between_links(plan, find_traffic(plan, Expansion(plan)))
+    sent, got = crossing.egress(), crossing.ingress()
+    by_trainers = sum(nbytes for k, nbytes in sent.items() if plan.workers[k].role == "trainer")
     return {
-        "load_over_bound": relays.busiest_s / bound.relayed_s,
-        "egress_copies": sum(relays.egress_nbytes.values()) / copy_nbytes,
-        "direct_over_bound": direct_s / bound.direct_s,
-        "direct_egress_copies": sum(traffic.egress().values()) / copy_nbytes,
+        "load_over_bound": max(load.seconds for load in loads_of(sent, got, links)) / bound.relayed_s,
+        "egress_copies": by_trainers / copy_nbytes,
         "bound_ms": 1e3 * bound.relayed_s,
+        "exchanges": float(len(plan.exchanges)),
     }

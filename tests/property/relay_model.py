@@ -21,7 +21,7 @@ from wbridge.flow.actions import (
 from wbridge.flow.messages import Arrived, Stopped
 from wbridge.flow.outgoing import Outgoing
 from wbridge.flow.ring import Incoming, ReceiverRing
-from wbridge.plan.routes import duties_of, find_routes
+from wbridge.plan.routes import iter_hops
 from wbridge.plan.types import Exchange
 
 Key = tuple[int, int]
@@ -46,11 +46,14 @@ class Member(Writer):
     def __init__(self, name: str, num_slots: int) -> None:
         super().__init__(name)
         self.ring = ReceiverRing(num_slots)
+        self.pieces: set[Key] = set()
         self.sources: dict[int, str] = {}
-        self.duties: dict[int, set[str]] = {}
+        self.duties: dict[int, dict[str, int]] = {}  # by group: receivers, and which of theirs it is
         self.slots: dict[tuple[str, Key], int] = {}  # (writer, piece) credited
         self.targets: dict[tuple[str, Key], int] = {}  # the memory that the credit names
-        self.kept: dict[tuple[str, Key], tuple[int, int]] = {}  # (receiver, piece): slot and place
+        self.kept: dict[
+            tuple[str, Key], tuple[int, int, Key]
+        ] = {}  # (receiver, piece): slot, place, own piece
         self.pending: set[tuple[str, Key]] = set()
         self.has: dict[Key, int] = {}  # what has come, and how often it counted
         self.memory: dict[int, tuple[int, set[Key]]] = {}  # by place: the group, and what has been written
@@ -65,13 +68,16 @@ class Member(Writer):
         self.distrusted: set[str] = set()
         self.fate = ""  # how it has ended, other than with the version
 
+    def owes(self, receiver: str, group: int) -> bool:
+        return any(own.get(receiver) == group for own in self.duties.values())
+
 
 class RelayWorld:
     """One ticket. `random` chooses what happens next; `steps` lists what can."""
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchanges: tuple[Exchange, ...],
         engines: set[str],
         *,
         num_trainers: int,
@@ -85,18 +91,20 @@ class RelayWorld:
         self.random = chooser
         self.silent, self.gives_up = silent, gives_up
         self.damages, self.late_only = damages, late_only
-        self.pieces = {(g, k) for g in range(exchange.num_groups) for k in range(num_trainers)}
         self.num_trainers = num_trainers
-        routes = find_routes(exchange, engines)
-        names = {worker: worker.group for worker in routes}
         self.trainers = {f"t{k}": Writer(f"t{k}") for k in range(num_trainers)}
-        self.members = {name: Member(name, num_slots) for name in names.values()}
+        self.members: dict[str, Member] = {}
         self.channels: dict[tuple[str, str], deque[Callable[[], None]]] = {}
-        for worker, sources in routes.items():
-            member = self.members[worker.group]
-            member.sources = {g: names[s] for g, s in enumerate(sources) if s is not None}
-            own = duties_of(worker, routes)
-            member.duties = {g: {names[w] for w in to} for g, to in own.items()}
+        for exchange in exchanges:
+            for worker, numbers in zip(exchange.members, exchange.numbers, strict=True):
+                if worker.group in engines:
+                    member = self.members.setdefault(str(worker), Member(str(worker), num_slots))
+                    member.pieces |= {(g, k) for g in numbers for k in range(num_trainers)}
+        for hop in iter_hops(exchanges, engines):
+            self.members[str(hop.receiver)].sources[hop.received] = str(hop.sender)
+            to = self.members[str(hop.sender)].duties.setdefault(hop.sent, {})
+            to[str(hop.receiver)] = hop.received
+        for member in self.members.values():
             self.post("", member.name, lambda m=member: self.grant(m))
         for trainer in self.trainers.values():
             self.post("", trainer.name, lambda t=trainer: self.serve(t))
@@ -144,12 +152,15 @@ class RelayWorld:
     def grant(self, member: Member) -> None:
         member.is_granted = True
         member.sources = {g: s for g, s in member.sources.items() if s not in member.stopped_early}
-        duties = {r: {(g, k) for g, k in self.pieces if r in member.duties.get(g, ())} for r in self.members}
+        duties: dict[str, set[Key]] = {}
+        for own in member.duties.values():
+            for receiver, number in own.items():
+                duties.setdefault(receiver, set()).update((number, k) for k in range(self.num_trainers))
         self.write(member, member.outgoing.announced(TICKET))
-        self.write(member, member.outgoing.serve(TICKET, {r: own for r, own in duties.items() if own}))
+        self.write(member, member.outgoing.serve(TICKET, duties))
         incoming = [
             Incoming(tuple(member.sources.get(g, f"t{k}") for k in range(self.num_trainers)))
-            for g in range(len(self.pieces) // self.num_trainers)
+            for g in range(len(member.pieces) // self.num_trainers)
         ]
         self.take(member, member.ring.grant(TICKET, incoming))
 
@@ -181,12 +192,13 @@ class RelayWorld:
             return self.refuse(member, writer, key)
         if key not in member.has:
             member.has[key] = 0
-            for receiver in sorted(member.duties.get(key[0], ())):
+            for receiver, number in sorted(member.duties.get(key[0], {}).items()):
                 member.ring.keep(slot)
-                member.kept[receiver, key] = slot, member.places[slot]
-                if (receiver, key) in member.pending:
-                    member.pending.remove((receiver, key))
-                    self.write(member, member.outgoing.credit(receiver, TICKET, *key))
+                there = number, key[1]
+                member.kept[receiver, there] = slot, member.places[slot], key
+                if (receiver, there) in member.pending:
+                    member.pending.remove((receiver, there))
+                    self.write(member, member.outgoing.credit(receiver, TICKET, *there))
         member.has[key] += 1
         self.take(member, member.ring.arrived(writer, Arrived(TICKET, *key)))
 
@@ -253,9 +265,13 @@ class RelayWorld:
     # Writers ------------------------------------------------------------------------------------------
 
     def serve(self, trainer: Writer) -> None:
-        own = {key for key in self.pieces if f"t{key[1]}" == trainer.name}
-        due = {m.name: {key for key in own if key[0] not in m.sources} for m in self.members.values()}
-        spare = {name: own - keys for name, keys in due.items()}
+        own = {
+            m.name: {key for key in m.pieces if f"t{key[1]}" == trainer.name} for m in self.members.values()
+        }
+        due = {
+            name: {k for k in keys if k[0] not in self.members[name].sources} for name, keys in own.items()
+        }
+        spare = {name: own[name] - keys for name, keys in due.items()}
         self.write(trainer, trainer.outgoing.announced(TICKET))
         self.write(trainer, trainer.outgoing.serve(TICKET, due, spare))
 
@@ -264,7 +280,7 @@ class RelayWorld:
         if member is None:
             trainer = self.trainers[writer]
             self.write(trainer, trainer.outgoing.credit(receiver, TICKET, *key))
-        elif key in member.has or receiver not in member.duties.get(key[0], ()):
+        elif (receiver, key) in member.kept or not member.owes(receiver, key[0]):
             self.write(member, member.outgoing.credit(receiver, TICKET, *key))
         else:
             member.pending.add((receiver, key))
@@ -299,8 +315,9 @@ class RelayWorld:
         if (receiver, key) not in writer.cancelled or self.random.choice((True, False)):
             self.post(writer.name, receiver, lambda: self.arrive(member, writer.name, key))
         if isinstance(writer, Member) and (kept := writer.kept.pop((receiver, key), None)) is not None:
-            slot, place = kept
-            assert key in writer.memory[place][1], "it is gone before it is passed on"
+            slot, place, own = kept
+            assert writer.memory[place][0] == own[0], "it is gone before it is passed on"
+            assert own in writer.memory[place][1], "it is passed on before it is there"
             self.take(writer, writer.ring.checked(slot))
         self.write(writer, writer.outgoing.put_ended(receiver, TICKET, *key))
 
@@ -311,7 +328,7 @@ class RelayWorld:
         place = member.targets[writer.name, key]
         kept = writer.kept.get((member.name, key)) if isinstance(writer, Member) else None
         is_damaged = writer.name == self.damages and (late or not self.late_only)
-        is_wrong = is_damaged or (kept is not None and (kept[1], key) in writer.wrong)
+        is_wrong = is_damaged or (kept is not None and kept[1:] in writer.wrong)
         (member.wrong.add if is_wrong else member.wrong.discard)((place, key))
 
     def stray(self, writer: Writer, receiver: str, key: Key) -> None:
@@ -336,7 +353,7 @@ class RelayWorld:
 
     def drop(self, relay: Member, receiver: str) -> None:
         for own in relay.duties.values():
-            own.discard(receiver)
+            own.pop(receiver, None)
         relay.pending = {duty for duty in relay.pending if duty[0] != receiver}
         self.write(relay, relay.outgoing.aborted(TICKET, [receiver]))
         for duty in [d for d in relay.kept if d[0] == receiver and d not in relay.flying]:

@@ -18,9 +18,7 @@ from wbridge.errors import ConfigError
 from wbridge.plan.difference import Difference, compare
 from wbridge.plan.expand import Expansion
 from wbridge.plan.explain import explain
-from wbridge.plan.geometry import Geometry
 from wbridge.plan.matrix import Matrix, find_matrix
-from wbridge.plan.passing import passed_on
 from wbridge.plan.report import LOCAL, Report, report_of
 from wbridge.plan.sizes import size_of, time_of
 from wbridge.plan.topology import find_links
@@ -155,7 +153,7 @@ def _after(before: Loaded, options: argparse.Namespace, config: Config) -> Loade
 
 
 def _shown(plan: Plan, by: str | None) -> Shown:
-    pairs = passed_on(plan, Expansion(plan), find_traffic(plan, Geometry())).pairs
+    pairs = find_traffic(plan, Expansion(plan)).pairs
     members: dict[str, list[int]] = {}
     for k, worker in enumerate(plan.workers):
         members.setdefault(f"{worker.role}/{worker.group}", []).append(k)

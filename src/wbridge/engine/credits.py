@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import anyio
@@ -21,8 +21,19 @@ PLACEMENTS_PER_MESSAGE: Final = 100
 class CreditSender:
     """Sends one writer its credits in order, so that a writer that is stuck delays no other's."""
 
-    def __init__(self, epoch: Epoch, endpoint: Endpoint, placements: Sequence[Placement] = ()) -> None:
-        """`placements`: where the parameters lie that this writer writes itself. They go first."""
+    def __init__(
+        self,
+        epoch: Epoch,
+        endpoint: Endpoint,
+        placements: Sequence[Placement] = (),
+        *,
+        broken: Callable[[], None],
+    ) -> None:
+        """`placements`: where the parameters lie that this writer writes itself. They go first.
+
+        `broken` is called when nothing reaches the writer any more.
+        """
+        self._broken = broken
         self._placements = placements
         self._epoch = epoch
         self._endpoint = endpoint
@@ -55,4 +66,4 @@ class CreditSender:
         try:
             await self._endpoint.send(encode(self._epoch, message))
         except (PeerLost, EndpointClosed):
-            return  # the coordinator says what becomes of the ticket without this writer
+            self._broken()  # of a trainer, the coordinator says what becomes of the ticket without it

@@ -12,7 +12,7 @@ from wbridge.errors import InternalError
 from wbridge.flow.messages import Alive, Credit, Stopped, Unwanted
 from wbridge.flow.ring import Incoming
 from wbridge.ids import WorkerId
-from wbridge.plan.routes import duties_of, find_routes
+from wbridge.plan.routes import iter_hops, partners_of
 from wbridge.plan.types import Exchange, Group
 
 SIGNS_PER_PATIENCE = 4
@@ -26,6 +26,14 @@ FIRST_PATIENCES = 4
 """Before anything is known of a link, patience lasts so many times as long."""
 
 
+class _Routes:
+    """What this worker gets from others, and passes on to others, in one serving set."""
+
+    def __init__(self) -> None:
+        self.sources: dict[int, str] = {}  # by group
+        self.duties: dict[int, dict[str, int]] = {}  # by group: receivers, and which of theirs it is
+
+
 class ExchangeMember:
     """Knows from whom each group of the current ticket comes, and turns to the trainers where that fails.
 
@@ -36,7 +44,7 @@ class ExchangeMember:
     def __init__(
         self,
         worker: WorkerId,
-        exchange: Exchange,
+        exchanges: tuple[Exchange, ...],
         groups: tuple[Group, ...],
         relay: Relay,
         *,
@@ -46,12 +54,14 @@ class ExchangeMember:
         give_up: Callable[[int, str], None],
     ) -> None:
         self._worker = worker
-        self._exchange = exchange
+        self._exchanges = exchanges
         self._groups = groups
         self.relay: Relay = relay
         self._patience_s = patience_s
         self._reassign, self._tell, self._give_up = reassign, tell, give_up
-        self._members = {str(member) for member in exchange.members}
+        self._names = {m: str(m) for exchange in exchanges for m in partners_of(exchange, worker)}
+        self._members = set(self._names.values())
+        self._routes: tuple[frozenset[str], _Routes] = frozenset(), _Routes()
         self._ticket = 0
         self._sources: dict[int, str] = {}  # by group: the member that is to bring it
         self._owed: dict[str, set[tuple[int, int]]] = {}  # credits that are not served yet, by writer
@@ -59,6 +69,7 @@ class ExchangeMember:
         self._late: set[str] = set()  # members that are bypassed and may write all the same
         self._distrusted: set[str] = set()  # members that are bypassed when they have stopped
         self._lost: set[str] = set()
+        self._cut: set[str] = set()  # members that live, and that nothing reaches any more
         self._heard_s: dict[str, float] = {}
         self._longest_s: dict[str, float] = {}  # between two signs, while something was to come
         self._busy = anyio.Event()
@@ -75,17 +86,19 @@ class ExchangeMember:
 
     def serve(self, ticket: int, engines: Iterable[str]) -> tuple[Incoming, ...]:
         """Take a grant: return who is to write what. `engines` take the ticket together."""
-        routes = find_routes(self._exchange, frozenset(engines))
-        sources = routes.get(self._worker, (None,) * len(self._groups))
+        routes = self._routes_among(frozenset(engines))
         self._ticket = ticket
         self._owed.clear()
         self._late.clear()
         self._distrusted.clear()
-        gone = self._lost.union(self._stops.get(ticket, ()))
+        gone = self._lost.union(self._cut, self._stops.get(ticket, ()))
         self._stops = {later: own for later, own in self._stops.items() if later > ticket}
-        self._sources = {g: str(s) for g, s in enumerate(sources) if s is not None and str(s) not in gone}
-        duties = duties_of(self._worker, routes)
-        self.relay.serve(ticket, {g: {str(m) for m in own} - self._lost for g, own in duties.items()})
+        self._sources = {group: source for group, source in routes.sources.items() if source not in gone}
+        lost = self._lost
+        self.relay.serve(
+            ticket,
+            {g: {r: k for r, k in own.items() if r not in lost} for g, own in routes.duties.items()},
+        )
         now_s = anyio.current_time()
         self._heard_s = dict.fromkeys(self._members, now_s)
         self._longest_s = {member: gap_s / 2 for member, gap_s in self._longest_s.items()}
@@ -93,6 +106,18 @@ class ExchangeMember:
             Incoming(tuple(self._sources.get(g.index, str(piece.writer)) for piece in g.pieces), g.stage)
             for g in self._groups
         )
+
+    def _routes_among(self, engines: frozenset[str]) -> _Routes:
+        """Most versions are taken by the same engines."""
+        if self._routes[0] != engines:
+            found = _Routes()
+            for hop in iter_hops(self._exchanges, engines):
+                if hop.receiver == self._worker:
+                    found.sources[hop.received] = self._names[hop.sender]
+                elif hop.sender == self._worker:
+                    found.duties.setdefault(hop.sent, {})[self._names[hop.receiver]] = hop.received
+            self._routes = engines, found
+        return self._routes[1]
 
     def end(self, ticket: int) -> None:
         """The grant is void: nobody is to bring anything for it, and nothing is passed on."""
@@ -128,11 +153,9 @@ class ExchangeMember:
 
     def verified(self, ticket: int, group: int, piece: int, slot: int, kept: memoryview, total: int) -> None:
         """A piece of ours is there and right: it is passed on."""
-        before = self.relay.kept_for
-        self.relay.verified(ticket, group, piece, slot, kept, total)
-        if after := self.relay.kept_for:
+        if first := self.relay.verified(ticket, group, piece, slot, kept, total):
             self._busy.set()
-            self._heard_s |= dict.fromkeys(after - before, anyio.current_time())
+            self._heard_s |= dict.fromkeys(first, anyio.current_time())
 
     def credit(self, peer: str, credit: Credit) -> None:
         """Another member lets us write."""
@@ -170,6 +193,12 @@ class ExchangeMember:
         if peer in self._members:
             self._lost.add(peer)
             self.relay.lose(peer)
+            self._do_without(peer)
+
+    def cut_off(self, peer: str) -> None:
+        """Nothing that we send reaches it any more, not even that we wait for it."""
+        if peer in self._members and peer not in self._cut:
+            self._cut.add(peer)
             self._do_without(peer)
 
     # Patience -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from wbridge.engine.checks import Check, Checks
 from wbridge.engine.context import ReceiverContext, close_endpoints
 from wbridge.engine.credits import CreditSender
 from wbridge.engine.exchange import ExchangeMember
+from wbridge.engine.exposed import Exposed
 from wbridge.engine.relay import Relay
 from wbridge.engine.scatters import Scatters
 from wbridge.errors import InternalError, ProtocolError, UpdateAborted
@@ -23,9 +24,6 @@ from wbridge.flow.messages import Alive, Arrived, Credit, Placement, Stopped, Un
 from wbridge.flow.ring import Incoming, ReceiverRing
 from wbridge.plan.types import Group
 from wbridge.transport.base import RemoteSlot
-
-Key = tuple[int, int, int, str]
-"""Ticket, group, piece, writer."""
 
 
 class ReceiveEngine:
@@ -51,8 +49,7 @@ class ReceiveEngine:
             Incoming(tuple(str(piece.writer) for piece in group.pieces), group.stage)
             for group in self._groups
         )
-        self._exposed: dict[Key, RemoteSlot] = {}
-        self._slots: dict[Key, int] = {}
+        self._exposed = Exposed(context.transport)
         self._ready: dict[tuple[int, int], int] = {}
         self._ticket = 0
         self._aborted: dict[int, str] = {}
@@ -65,7 +62,12 @@ class ReceiveEngine:
         self.unproven: list[RemoteSlot] = []
         """After `run`: parts of the parameters that a writer may still write, until they are withdrawn."""
         self._credits = {
-            name: CreditSender(context.epoch, endpoint, self._placements_for(name))
+            name: CreditSender(
+                context.epoch,
+                endpoint,
+                self._placements_for(name),
+                broken=functools.partial(self._cut_off, name),
+            )
             for name, endpoint in context.endpoints.items()
         }
         self._checks = Checks(self._checked)
@@ -90,7 +92,7 @@ class ReceiveEngine:
         )
         return ExchangeMember(
             context.worker,
-            context.plan.exchanges[0],
+            context.plan.exchanges,
             self._groups,
             relay,
             patience_s=context.config.relay_patience_s,
@@ -130,11 +132,11 @@ class ReceiveEngine:
                 await close_endpoints(self._context)
                 with anyio.move_on_after(self._context.config.close_timeout_s, shield=True):
                     async with anyio.create_task_group() as tasks:
-                        for key in self._exposed:
-                            tasks.start_soon(self._retract, key)
+                        for key in self._exposed.keys:
+                            tasks.start_soon(self._exposed.retract, key)
             finally:
                 if self._is_in_place:
-                    self.unproven = list(self._exposed.values())
+                    self.unproven = self._exposed.remote_slots
                 for buffer in self._context.staging.buffers:
                     self._context.transport.unregister(buffer)
                 self._context.staging.close()
@@ -169,9 +171,7 @@ class ReceiveEngine:
 
     def arrived(self, writer: str, arrived: Arrived) -> None:
         """A piece is in its slot; with a checksum it counts only when that is found right."""
-        key = (arrived.ticket, arrived.group, arrived.piece, writer)
-        self._exposed.pop(key, None)
-        if self._slots.pop(key, None) is None:
+        if not self._exposed.arrived((arrived.ticket, arrived.group, arrived.piece, writer)):
             return  # stale, or a second arrival
         self.received_nbytes += self._groups[arrived.group].pieces[arrived.piece].nbytes
         if self._exchange is not None:
@@ -187,9 +187,8 @@ class ReceiveEngine:
     def stopped(self, writer: str, stopped: Stopped) -> None:
         """The writer writes nothing of this any more, so what it was to write is not exposed any longer."""
         self._perform(self._ring.stopped(writer, stopped))
-        for key in self._exposed:
-            if key[0] == stopped.ticket and stopped.group in (-1, key[1]) and key[3] == writer:
-                self._fences.send_nowait(functools.partial(self._retract, key))
+        for key in self._exposed.of_writer(writer, stopped.ticket, stopped.group):
+            self._fences.send_nowait(functools.partial(self._exposed.retract, key))
         if self._exchange is not None:
             self._exchange.stopped(writer, stopped)
 
@@ -224,6 +223,10 @@ class ReceiveEngine:
         elif arrived.ticket == self._ticket and arrived.ticket not in self._aborted:
             self._refuse(check)
         self._perform(self._ring.checked(check.slot))
+
+    def _cut_off(self, writer: str) -> None:
+        if self._exchange is not None:
+            self._exchange.cut_off(writer)
 
     def _pass_on(self, check: Check) -> None:
         if self._exchange is not None:
@@ -350,8 +353,7 @@ class ReceiveEngine:
         piece = self._groups[give.group].pieces[give.piece]
         view = self._context.staging.slot_view(give.slot, piece.offset, piece.nbytes)
         remote = self._context.transport.expose(view, give.writer)
-        key = (give.ticket, give.group, give.piece, give.writer)
-        self._exposed[key], self._slots[key] = remote, give.slot
+        self._exposed.add((give.ticket, give.group, give.piece, give.writer), remote, give.slot)
         credit = Credit(
             give.ticket, give.group, give.piece, give.slot, remote.token, piece.nbytes, self._is_in_place
         )
@@ -369,28 +371,9 @@ class ReceiveEngine:
             timeout_s = min(timeout_s, self._context.config.relay_patience_s)
         with anyio.move_on_after(timeout_s):
             for writer in fence.writers:
-                if await self._withdraw(fence, writer):
+                if await self._exposed.withdraw(fence.slot, fence.ticket, writer):
                     self._perform(self._ring.taken_back(fence.slot, fence.ticket, writer))
             if self._ring.states[fence.slot] != "quarantined":
                 return
             await anyio.sleep_forever()  # the writers may still say that they have stopped
         self._perform(self._ring.abandon(fence.slot, fence.ticket))
-
-    async def _withdraw(self, fence: TakeBack, writer: str) -> bool:
-        """Whether the transport proves that `writer` will not write the slot any more."""
-        proven = True
-        for key in [k for k, slot in self._slots.items() if slot == fence.slot and k[0] == fence.ticket]:
-            if key[3] == writer:
-                proven = await self._retract(key) and proven
-        return proven
-
-    async def _retract(self, key: Key) -> bool:
-        """Withdraw what was exposed for a piece. Cancelled, or not proven: it counts as exposed."""
-        remote = self._exposed.get(key)
-        if remote is None:
-            return True
-        proven = await self._context.transport.withdraw(remote)
-        if proven:
-            self._exposed.pop(key, None)
-            self._slots.pop(key, None)
-        return proven

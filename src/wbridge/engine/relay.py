@@ -1,10 +1,10 @@
-"""Relay: passes verified pieces of a ticket on to other members of an exchange."""
+"""Relay: passes verified pieces of a ticket on to other members of its exchanges."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import anyio
 import anyio.abc
@@ -18,32 +18,51 @@ from wbridge.flow.messages import Credit
 from wbridge.plan.types import Group, Piece
 from wbridge.staging.relay import KeptPieces
 
-Duty = tuple[str, int, int]
-"""A piece for somebody: receiver, group, piece."""
+Key = tuple[int, int]
+"""A group as its receiver counts, and a piece of it."""
+
+Receivers = Mapping[str, int]
+"""To whom a group is passed on, and which of their groups it is."""
+
+
+class _Duties:
+    """What is owed to one receiver of a ticket."""
+
+    def __init__(self) -> None:
+        self.groups: set[int] = set()
+        self.credits: dict[Key, Credit] = {}  # for what has not arrived here yet
+        self.pieces: dict[Key, tuple[Piece, int]] = {}  # what has, and its checksum
+        self.slots: dict[Key, int] = {}  # where it is kept
+        self.reading: set[Key] = set()
+        self.flying: set[Key] = set()
+
+    def forget(self) -> None:
+        self.groups.clear()
+        self.credits.clear()
 
 
 class _Passing:
     """What is passed on of one ticket."""
 
-    def __init__(self, receivers: Mapping[int, set[str]]) -> None:
-        self.receivers = receivers  # by group
+    def __init__(self, ticket: int, receivers: Mapping[int, Receivers]) -> None:
+        self.ticket = ticket
+        self.receivers = receivers  # by group, as this worker counts
         self.source: KeptPieces | None = None
-        self.credits: dict[Duty, Credit] = {}  # for what has not arrived here yet
-        self.pieces: dict[Duty, tuple[Piece, int]] = {}  # what has, and its checksum
-        self.duty_of: dict[int, Duty] = {}  # by the identity of the piece
-        self.slots: dict[Duty, int] = {}  # where it is kept
-        self.reading: set[Duty] = set()
-        self.flying: set[Duty] = set()
+        self.duties: dict[str, _Duties] = {}
+        self.duty_of: dict[int, tuple[str, Key]] = {}  # by the identity of the piece
+        self.num_busy = 0  # pieces in slots, and those that fly
+        for own in receivers.values():
+            for receiver, group in own.items():
+                self.duties.setdefault(receiver, _Duties()).groups.add(group)
 
-    @property
-    def is_over(self) -> bool:
-        return not (self.slots or self.flying)
+    def piece(self, receiver: str, group: int, piece: int) -> tuple[Piece, int]:
+        return self.duties[receiver].pieces[group, piece]
 
 
 class Relay:
     """The duties of one rollout worker, in the ticket that it takes now.
 
-    A piece is kept in its slot for each duty until it has been copied out, or the duty is dropped: `keep` and
+    A piece is kept in its slot for each receiver until it has been copied out, or that is dropped: `keep` and
     `let_go` are called with the slot each time.
     """
 
@@ -76,34 +95,37 @@ class Relay:
     @property
     def awaited_by(self) -> set[str]:
         """Those that have given credits which are not served yet."""
-        own = self._by_ticket.get(self._ticket)
-        return {duty[0] for duty in (*own.credits, *own.flying)} if own else set()
+        return {receiver for receiver, own in self._current.items() if own.credits or own.flying}
 
     @property
     def writing_to(self) -> set[str]:
         """Those to which something is being written."""
-        own = self._by_ticket.get(self._ticket)
-        return {duty[0] for duty in own.flying} if own else set()
+        return {receiver for receiver, own in self._current.items() if own.flying}
 
     @property
     def kept_for(self) -> set[str]:
         """Those for which pieces lie in slots."""
         return set(self._num_kept)
 
-    def serve(self, ticket: int, receivers: Mapping[int, Iterable[str]]) -> None:
+    @property
+    def _current(self) -> Mapping[str, _Duties]:
+        passing = self._by_ticket.get(self._ticket)
+        return passing.duties if passing else {}
+
+    def serve(self, ticket: int, receivers: Mapping[int, Receivers]) -> None:
         """From now on pass on what arrives of `ticket`, each group to these; nothing of earlier ones."""
         self.end()
         self._ticket = ticket
         gone = self._puts.gone.union(self._unwanted.get(ticket, ()))
         self._unwanted = {later: own for later, own in self._unwanted.items() if later > ticket}
-        duties = {group: set(own) - gone for group, own in receivers.items()}
-        passing = self._by_ticket[ticket] = _Passing(duties)
+        duties = {g: {name: k for name, k in own.items() if name not in gone} for g, own in receivers.items()}
+        passing = self._by_ticket[ticket] = _Passing(ticket, duties)
         passing.source = self._staging.open_source(functools.partial(self._read, passing))
-        self._puts.announce(ticket, passing.source, lambda *duty: passing.pieces[duty])
-        pieces: dict[str, list[tuple[int, int]]] = {}
+        self._puts.announce(ticket, passing.source, passing.piece)
+        pieces: dict[str, list[Key]] = {}
         for group, own in duties.items():
-            keys = [(group, piece) for piece in range(len(self._groups[group].pieces))]
-            for receiver in own:
+            for receiver, number in own.items():
+                keys = [(number, piece) for piece in range(len(self._groups[group].pieces))]
                 pieces.setdefault(receiver, []).extend(keys)
         self._puts.serve(ticket, pieces)
         for early in sorted(early for early in self._early if early <= ticket):
@@ -116,31 +138,42 @@ class Relay:
             self._early.setdefault(credit.ticket, []).append((receiver, credit))
             return
         passing = self._by_ticket.get(credit.ticket)
-        duty = (receiver, credit.group, credit.piece)
-        if passing is None or receiver not in passing.receivers.get(credit.group, ()):
+        duties = passing.duties.get(receiver) if passing else None
+        key = (credit.group, credit.piece)
+        if passing is None or duties is None or credit.group not in duties.groups:
             self._puts.credit(receiver, credit)  # answers that it has stopped
-        elif duty in passing.slots:
-            self._start(passing, duty, credit)
+        elif key in duties.slots:
+            self._start(passing, receiver, credit)
         else:
-            passing.credits[duty] = credit
+            duties.credits[key] = credit
 
-    def verified(self, ticket: int, group: int, piece: int, slot: int, kept: memoryview, total: int) -> None:
-        """These bytes are right: pass them on to whom they are owed."""
+    def verified(
+        self, ticket: int, group: int, piece: int, slot: int, kept: memoryview, total: int
+    ) -> set[str]:
+        """These bytes are right: pass them on to whom they are owed.
+
+        Returns those for whom nothing was kept before, and this is now.
+        """
         passing = self._by_ticket.get(ticket)
+        first: set[str] = set()
         if passing is None or passing.source is None:
-            return
-        for receiver in sorted(passing.receivers.get(group, ())):
-            duty = (receiver, group, piece)
-            if duty in passing.pieces:
-                continue  # a second arrival
+            return first
+        for receiver, number in passing.receivers.get(group, {}).items():
+            duties, key = passing.duties[receiver], (number, piece)
+            if number not in duties.groups or key in duties.pieces:
+                continue  # it is dropped, or this is a second arrival
             own = msgspec.structs.replace(self._groups[group].pieces[piece], transfers=())
-            passing.pieces[duty], passing.duty_of[id(own)] = (own, total), duty
+            duties.pieces[key], passing.duty_of[id(own)] = (own, total), (receiver, key)
             passing.source.add(own, kept)
             self._keep(slot)
-            passing.slots[duty] = slot
+            duties.slots[key] = slot
+            passing.num_busy += 1
+            if not self._num_kept[receiver]:
+                first.add(receiver)
             self._num_kept[receiver] += 1
-            if (credit := passing.credits.pop(duty, None)) is not None:
-                self._start(passing, duty, credit)
+            if (credit := duties.credits.pop(key, None)) is not None:
+                self._start(passing, receiver, credit)
+        return first
 
     def drop(self, receiver: str, ticket: int = 0) -> None:
         """Pass nothing of a ticket, or of the current one, on to it, and tell it when that has stopped."""
@@ -148,18 +181,19 @@ class Relay:
         if ticket > self._ticket:
             self._unwanted.setdefault(ticket, set()).add(receiver)
             self._puts.tell_stopped(receiver, ticket)
-        elif (passing := self._by_ticket.get(ticket)) is not None:
-            _forget(passing, receiver)
+        elif (passing := self._by_ticket.get(ticket)) is not None and receiver in passing.duties:
+            passing.duties[receiver].forget()
             self._puts.abort(ticket, [receiver])
-            self._release(ticket, passing, receiver)
+            self._release(passing, receiver)
 
     def lose(self, receiver: str) -> None:
         """It is gone."""
         for passing in self._by_ticket.values():
-            _forget(passing, receiver)
+            if receiver in passing.duties:
+                passing.duties[receiver].forget()
         self._puts.lose_receiver(receiver)
-        for ticket, passing in list(self._by_ticket.items()):
-            self._release(ticket, passing, receiver)
+        for passing in list(self._by_ticket.values()):
+            self._release(passing, receiver)
 
     def end(self) -> None:
         """Pass nothing more of this ticket on to anybody, and tell them when that has stopped."""
@@ -167,61 +201,59 @@ class Relay:
         if passing is None or passing.source is None:
             return
         passing.source = None
-        receivers = {receiver for own in passing.receivers.values() for receiver in own}
-        for receiver in receivers:
-            _forget(passing, receiver)
+        for duties in passing.duties.values():
+            duties.forget()
         self._puts.withdraw(self._ticket)
-        for receiver in {duty[0] for duty in passing.slots}:
-            self._release(self._ticket, passing, receiver)
-        self._clear(self._ticket, passing)
+        for receiver in passing.duties:
+            self._release(passing, receiver)
+        self._clear(passing)
 
-    def _start(self, passing: _Passing, duty: Duty, credit: Credit) -> None:
-        if duty[0] in self._puts.gone:
+    def _start(self, passing: _Passing, receiver: str, credit: Credit) -> None:
+        if receiver in self._puts.gone:
             return
-        passing.flying.add(duty)
-        self._puts.credit(duty[0], credit)
+        passing.duties[receiver].flying.add((credit.group, credit.piece))
+        passing.num_busy += 1
+        self._puts.credit(receiver, credit)
 
-    def _release(self, ticket: int, passing: _Passing, receiver: str) -> None:
+    def _release(self, passing: _Passing, receiver: str) -> None:
         """Keep nothing for it but what is being written to it: that ends by itself."""
-        busy = passing.reading | passing.flying
-        for duty in [duty for duty in passing.slots if duty[0] == receiver and duty not in busy]:
-            self._keep_no_more(passing, duty)
-        self._clear(ticket, passing)
+        if (duties := passing.duties.get(receiver)) is not None:
+            for key in duties.slots.keys() - duties.reading - duties.flying:
+                self._keep_no_more(passing, receiver, key)
+        self._clear(passing)
 
-    def _keep_no_more(self, passing: _Passing, duty: Duty) -> None:
-        self._num_kept[duty[0]] -= 1
-        if not self._num_kept[duty[0]]:
-            del self._num_kept[duty[0]]
-        self._let_go(passing.slots.pop(duty))
+    def _keep_no_more(self, passing: _Passing, receiver: str, key: Key) -> None:
+        self._num_kept[receiver] -= 1
+        if not self._num_kept[receiver]:
+            del self._num_kept[receiver]
+        passing.num_busy -= 1
+        self._let_go(passing.duties[receiver].slots.pop(key))
 
     def _source_free(self, ticket: int) -> None:
         """Nobody waits for that: slots are kept for pieces, not for tickets."""
 
     def _put_over(self, receiver: str, credit: Credit) -> None:
-        passing, duty = self._by_ticket[credit.ticket], (receiver, credit.group, credit.piece)
-        passing.flying.discard(duty)
-        if duty not in passing.reading and duty in passing.slots:  # it was cut before it was copied
-            self._keep_no_more(passing, duty)
-        self._clear(credit.ticket, passing)
+        passing, key = self._by_ticket[credit.ticket], (credit.group, credit.piece)
+        duties = passing.duties[receiver]
+        if key in duties.flying:
+            duties.flying.remove(key)
+            passing.num_busy -= 1
+        if key not in duties.reading and key in duties.slots:  # it was cut before it was copied
+            self._keep_no_more(passing, receiver, key)
+        self._clear(passing)
 
     def _read(self, passing: _Passing, piece: Piece, copied: Event) -> None:
         assert self._tasks is not None
-        duty = passing.duty_of[id(piece)]
-        passing.reading.add(duty)
-        self._tasks.start_soon(self._let_go_after, passing, duty, copied)
+        receiver, key = passing.duty_of[id(piece)]
+        passing.duties[receiver].reading.add(key)
+        self._tasks.start_soon(self._let_go_after, passing, receiver, key, copied)
 
-    async def _let_go_after(self, passing: _Passing, duty: Duty, copied: Event) -> None:
+    async def _let_go_after(self, passing: _Passing, receiver: str, key: Key, copied: Event) -> None:
         await copied.wait()
-        passing.reading.discard(duty)
-        self._keep_no_more(passing, duty)
+        passing.duties[receiver].reading.discard(key)
+        self._keep_no_more(passing, receiver, key)
+        self._clear(passing)
 
-    def _clear(self, ticket: int, passing: _Passing) -> None:
-        if passing.source is None and passing.is_over:
-            self._by_ticket.pop(ticket, None)
-
-
-def _forget(passing: _Passing, receiver: str) -> None:
-    for own in passing.receivers.values():
-        own.discard(receiver)
-    for duty in [duty for duty in passing.credits if duty[0] == receiver]:
-        del passing.credits[duty]
+    def _clear(self, passing: _Passing) -> None:
+        if passing.source is None and not passing.num_busy:
+            self._by_ticket.pop(passing.ticket, None)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine
 from wbridge.engine.context import SenderContext
 from wbridge.engine.puts import Puts
 from wbridge.flow.messages import Credit, Placed, Serve, TicketAborted
-from wbridge.plan.routes import find_routes
+from wbridge.ids import WorkerId
+from wbridge.plan.routes import iter_hops
 from wbridge.plan.types import Piece
 from wbridge.staging.base import Source
 
@@ -24,7 +25,7 @@ class SendEngine:
         }
         self._shares = _shares_of(context)
         self._exchanges = context.plan.exchanges
-        self._relayed: dict[tuple[str, ...], dict[str, frozenset[int]]] = {}
+        self._relayed: dict[tuple[str, ...], dict[str, set[int]]] = {}
         self._puts = Puts(context, source_free=source_free)
 
     def run(self) -> Coroutine[object, object, None]:
@@ -42,22 +43,20 @@ class SendEngine:
         """
         shares = {r: share for engine in serve.engines for r, share in self._shares.get(engine, {}).items()}
         relayed = self._relayed_groups(serve.engines)
-        nothing: frozenset[int] = frozenset()
+        nothing: set[int] = set()
         self._puts.serve(
             serve.ticket,
             {r: [key for key in s if key[0] not in relayed.get(r, nothing)] for r, s in shares.items()},
             {r: [key for key in s if key[0] in relayed[r]] for r, s in shares.items() if r in relayed},
         )
 
-    def _relayed_groups(self, engines: tuple[str, ...]) -> dict[str, frozenset[int]]:
+    def _relayed_groups(self, engines: tuple[str, ...]) -> dict[str, set[int]]:
         """By receiver: what it gets from another rollout. Most versions are taken by the same engines."""
         if engines not in self._relayed:
-            found: dict[str, frozenset[int]] = {}
-            for exchange in self._exchanges:
-                for member, sources in find_routes(exchange, engines).items():
-                    groups = (group for group, source in enumerate(sources) if source is not None)
-                    found[str(member)] = frozenset(groups)
-            self._relayed = {engines: found}
+            found: dict[WorkerId, set[int]] = {}
+            for hop in iter_hops(self._exchanges, frozenset(engines)):
+                found.setdefault(hop.receiver, set()).add(hop.received)
+            self._relayed = {engines: {str(receiver): groups for receiver, groups in found.items()}}
         return self._relayed[engines]
 
     def credit(self, receiver: str, credit: Credit) -> None:

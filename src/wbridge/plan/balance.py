@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from wbridge.config import Config
 from wbridge.layout.dtype import itemsize
@@ -11,8 +11,9 @@ from wbridge.plan.cells import Cell
 from wbridge.plan.classes import Members
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.level import level
+from wbridge.plan.receivers import ANYWHERE, Rollouts
 from wbridge.plan.topology import Links
-from wbridge.plan.types import Place, PlannedCell
+from wbridge.plan.types import Place, PlannedCell, PlannedExchange
 
 SLICE_NBYTES = 64 * 2**10
 """Tensors are divided among their owners in blocks of at least this many bytes."""
@@ -26,9 +27,6 @@ FINE = 0.01
 Workers = tuple[int, ...]
 """Workers that hold or need the same elements, by their indices in ascending order."""
 
-ANYWHERE = ""
-"""The receivers on hosts without trainers, to which every owner is equally near."""
-
 
 class Balance:
     """Divides the cells of a plan, given in order, among their owners."""
@@ -37,14 +35,15 @@ class Balance:
         self,
         cells: Sequence[tuple[int, Cell]],
         members: Members,
+        rollouts: Rollouts,
         hosts: Sequence[str],
         links: Links,
+        exchanges: Iterable[PlannedExchange] = (),
     ) -> None:
-        """`cells` with the number of tensors of each."""
-        self._hosts = hosts
+        """`cells` with the number of tensors of each. What is in one of `exchanges` is sent once."""
+        self._rollouts = rollouts
         self._trainers = members.of_table("trainer")
-        self._rollouts = members.of_table("rollout")
-        self._near = {hosts[k] for own in self._trainers for k in own}
+        self._exchanged = {exchange.tables for exchange in exchanges}
         self._owners: dict[tuple[Place, ...], Workers] = {}
         self._receivers: dict[tuple[Place, ...], dict[str, int]] = {}
         totals: dict[Workers, dict[str, float]] = {}
@@ -52,8 +51,10 @@ class Balance:
             amounts = totals.setdefault(self.owners(cell), {})
             for host, count in self._counted(cell).items():
                 amounts[host] = amounts.get(host, 0) + num_tensors * cell.nbytes * count
+        self.flows = flows_of({o: sum(t.values()) for o, t in totals.items()}, links)
+        """What each owner sends, by the owners of the same elements."""
         self._ledgers: dict[tuple[Workers, str], Ledger] = {}
-        for owners, flow in flows_of({o: sum(t.values()) for o, t in totals.items()}, links).items():
+        for owners, flow in self.flows.items():
             for host, quotas in _place(totals[owners], owners, flow, hosts).items():
                 self._ledgers[owners, host] = Ledger(quotas, totals[owners][host])
 
@@ -66,12 +67,12 @@ class Balance:
     def _counted(self, cell: Cell) -> Mapping[str, int]:
         """Return how often a cell is sent, by where to."""
         if cell.needed not in self._receivers:
-            counts: dict[str, int] = {}
-            for table, _ in cell.needed:
-                for index in self._rollouts[table]:
-                    near = self._hosts[index] if self._hosts[index] in self._near else ANYWHERE
-                    counts[near] = counts.get(near, 0) + 1
-            self._receivers[cell.needed] = counts
+            self._receivers[cell.needed] = {
+                host: 1
+                if host == ANYWHERE and tables in self._exchanged
+                else len(self._rollouts.of_stream((tables, host)))
+                for host, tables in self._rollouts.needing(cell.needed).items()
+            }
         return self._receivers[cell.needed]
 
     def divide(self, num_tensors: int, cell: Cell, geometry: Geometry, config: Config) -> PlannedCell:

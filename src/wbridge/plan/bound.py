@@ -49,7 +49,6 @@ class Part(msgspec.Struct, frozen=True):
     nbytes: int
     owners: tuple[int, ...]
     receivers: tuple[int, ...]
-    """A worker that keeps the elements in two parameters counts twice."""
 
 
 def iter_parts(plan: Plan, geometry: Geometry) -> Iterator[Part]:
@@ -61,8 +60,9 @@ def iter_parts(plan: Plan, geometry: Geometry) -> Iterator[Part]:
     for planned in plan.classes:
         for region, owners, needed, dtype in _disjoint(plan, planned, geometry):
             if needed not in receivers:
+                tables = sorted({table for table, _ in needed})
                 receivers[needed] = tuple(
-                    k for table, _ in needed for k in members[table] if plan.workers[k].role == "rollout"
+                    k for table in tables for k in members[table] if plan.workers[k].role == "rollout"
                 )
             nbytes = planned.num_tensors * region.num_elements * itemsize(dtype)
             yield Part(nbytes, owners, receivers[needed])

@@ -17,10 +17,11 @@ from wbridge.plan.checks import check
 from wbridge.plan.classes import Members, find_classes, find_members, included
 from wbridge.plan.exchanges import find_exchanges
 from wbridge.plan.geometry import Geometry
+from wbridge.plan.receivers import Rollouts
 from wbridge.plan.schedule import ALIGNMENT
 from wbridge.plan.tables import Column, MapTable, tabulate
 from wbridge.plan.topology import Topology, find_links, hosts_of
-from wbridge.plan.types import Plan, PlannedClass, PlannedRow, PlannedTable
+from wbridge.plan.types import Plan, PlannedClass, PlannedExchange, PlannedRow, PlannedTable
 
 ANY_TOPOLOGY = Topology()
 
@@ -60,12 +61,13 @@ def plan_tables(
     found = find_classes(members)
     geometry = Geometry()
     cells = [(c, find_cells(c, members, geometry)) for c in found.classes]
-    balance = Balance(
-        [(c.num_tensors, cell) for c, own in cells for cell in own],
-        members,
-        placed,
-        find_links(members.workers, placed, topology),
-    )
+    rollouts = Rollouts(members.workers, members.table_of, placed)
+    counted = [(c.num_tensors, cell) for c, own in cells for cell in own]
+    exchanges: tuple[PlannedExchange, ...] = ()
+    if config.relays == "auto":
+        exchanges = find_exchanges(counted, members, rollouts, placed, topology)
+    links = find_links(members.workers, placed, topology)
+    balance = Balance(counted, members, rollouts, placed, links, exchanges)
     classes = tuple(
         PlannedClass(
             c.stems, c.layers, tuple(balance.divide(c.num_tensors, cell, geometry, config) for cell in own)
@@ -83,9 +85,8 @@ def plan_tables(
         num_unused_tensors=found.num_unused,
         slot_nbytes=config.slot_nbytes,
         fingerprint="",
+        exchanges=exchanges,
     )
-    if config.relays == "auto":
-        plan = msgspec.structs.replace(plan, exchanges=find_exchanges(plan, topology, geometry))
     plan = msgspec.structs.replace(plan, fingerprint=_fingerprint(plan))
     check(plan, geometry)
     return plan

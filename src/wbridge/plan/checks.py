@@ -59,12 +59,16 @@ def check_group(group: Group, slot_nbytes: int) -> None:
     for piece in group.pieces:
         _require(piece.offset >= end, group, f"has overlapping pieces at byte {piece.offset}")
         end = piece.offset
+        sizes: dict[int, int] = {}
         for transfer in piece.transfers:
-            element_nbytes = itemsize(transfer.wire_dtype)
-            _require(transfer.slot_offset == end, group, f"has a gap in a piece at byte {end}")
-            _require(end % element_nbytes == 0, group, f"has a misaligned transfer at byte {end}")
-            end += wire_elements(transfer) * element_nbytes
-        _require(end == piece.offset + piece.nbytes, group, f"has a piece that ends at {end}")
+            start, element_nbytes = transfer.slot_offset, itemsize(transfer.wire_dtype)
+            _require(start % element_nbytes == 0, group, f"has a misaligned transfer at byte {start}")
+            sizes[start] = sizes.get(start, 0) + wire_elements(transfer) * element_nbytes
+        ends = [*list(sizes)[1:], piece.offset + piece.nbytes]
+        for (start, nbytes), stop in zip(sizes.items(), ends, strict=True):
+            whole = start == end and stop > start and nbytes % (stop - start) == 0
+            _require(whole, group, f"has a block at byte {start} that does not reach to {stop}")
+            end = stop
     _require(end == group.nbytes, group, f"ends at {end}")
     writers = [piece.writer for piece in group.pieces]
     _require(len(set(writers)) == len(writers), group, "has two pieces of one writer")

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from wbridge.plan.expand import Expansion
-from wbridge.plan.geometry import Geometry
-from wbridge.plan.passing import passed_on
-from wbridge.plan.routes import Sources, find_routes
+from wbridge.plan.routes import iter_hops
 from wbridge.plan.traffic import find_traffic
 from wbridge.plan.types import Plan
 
@@ -101,33 +99,29 @@ def compare(before: Plan, after: Plan) -> Difference:
 def _moves(plan: Plan) -> _Moves:
     """Return bytes and transfers of each pair, if all engines take a version together."""
     expansion = Expansion(plan)
-    traffic = find_traffic(plan, Geometry())
-    if plan.exchanges:
-        traffic = passed_on(plan, expansion, traffic)
     counts: dict[tuple[int, int], int] = {}
     for writer, receiver, count in _transfers(plan, expansion):
         counts[writer, receiver] = counts.get((writer, receiver), 0) + count
     names = [str(worker) for worker in plan.workers]
     return {
         (names[writer], names[receiver]): (nbytes, counts.get((writer, receiver), 0))
-        for (writer, receiver), nbytes in traffic.pairs.items()
+        for (writer, receiver), nbytes in find_traffic(plan, expansion).pairs.items()
     }
 
 
 def _transfers(plan: Plan, expansion: Expansion) -> Iterator[tuple[int, int, int]]:
     """Yield writer, receiver and number of transfers of each piece; who passes it on is its writer."""
     index = {worker: k for k, worker in enumerate(plan.workers)}
-    sources: dict[int, Sources] = {}
-    for members, _, exchange in expansion.exchanges():
-        routes = find_routes(exchange, {plan.workers[k].group for k in members})
-        sources.update((index[member], own) for member, own in routes.items())
-    for members, intake in expansion.intakes():
-        for number in range(len(intake.groups)):
-            pieces = intake.transfers_in(number)
+    engines = {worker.group for worker in plan.workers if worker.role == "rollout"}
+    hops = iter_hops(expansion.exchanges(), engines)
+    sources = {(index[hop.receiver], hop.received): index[hop.sender] for hop in hops}
+    for members, groups in expansion.deliveries():
+        table = plan.table_of[members[0]]
+        for number, (intake, turn) in enumerate(groups):
+            pieces = intake.transfers_in(turn, table)
             for k in members:
-                source = sources[k][number] if k in sources else None
                 for writer, count in pieces:
-                    yield writer if source is None else index[source], k, count
+                    yield sources.get((k, number), writer), k, count
 
 
 def _interleaved(before: tuple[int, int], after: tuple[int, int]) -> tuple[int, int, int, int]:

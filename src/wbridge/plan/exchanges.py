@@ -1,15 +1,20 @@
-"""exchanges: which rollouts of a plan pass what they get on to each other, if that lowers the load."""
+"""exchanges: which rollouts pass what they get on to each other, if that lowers the load.
+
+Cells are the elements that the same rollouts need, whatever their layouts, so all that goes to one set of
+rollouts is one exchange of theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from wbridge.plan.balance import SLICE_NBYTES, flows_of
-from wbridge.plan.geometry import Geometry
+from wbridge.plan.balance import SLICE_NBYTES, Balance, Workers, flows_of
+from wbridge.plan.cells import Cell
+from wbridge.plan.classes import Members
+from wbridge.plan.receivers import ANYWHERE, Rollouts, Tables
 from wbridge.plan.topology import Links, Topology, find_links, with_all_hosts
-from wbridge.plan.traffic import Traffic, find_traffic
-from wbridge.plan.types import Plan, PlannedExchange
+from wbridge.plan.types import PlannedExchange
 
 SHARES: Final = 1000
 """Shares of a group's members sum to about this."""
@@ -21,54 +26,81 @@ LEAST_GROUPS: Final = 128
 SLACK: Final = 1.001
 """Relays may load the busiest link by this much more, since they load all links together less."""
 
+Cells = Sequence[tuple[int, Cell]]
+"""With the number of tensors of each."""
 
-def find_exchanges(plan: Plan, topology: Topology, geometry: Geometry) -> tuple[PlannedExchange, ...]:
-    """Return the exchanges of `plan`, which has none; no host with trainers takes part in one."""
-    links = find_links(plan.workers, plan.hosts, with_all_hosts(topology, plan.hosts))
-    traffic = find_traffic(plan, geometry)
-    needed = traffic.ingress()
-    candidates = [own for own in _alike(plan) if len(own) > 1 and needed.get(own[0])]
-    if not candidates:
+
+def find_exchanges(
+    cells: Cells, members: Members, rollouts: Rollouts, hosts: Sequence[str], topology: Topology
+) -> tuple[PlannedExchange, ...]:
+    """Return the exchanges of a plan; no host with trainers takes part in one."""
+    links = find_links(members.workers, hosts, with_all_hosts(topology, hosts))
+    needed: dict[Tables, float] = {}
+    near: dict[Workers, float] = {}
+    for num_tensors, cell in cells:
+        for host, tables in rollouts.needing(cell.needed).items():
+            if host == ANYWHERE:
+                needed[tables] = needed.get(tables, 0.0) + num_tensors * cell.nbytes
+                continue
+            for k in rollouts.of_stream((tables, host)):
+                near[k,] = near.get((k,), 0.0) + num_tensors * cell.nbytes
+    sharing = {tables: rollouts.of_stream((tables, ANYWHERE)) for tables in sorted(needed)}
+    if all(len(own) == 1 for own in sharing.values()):
         return ()
-    totals: dict[tuple[int, ...], float] = {}
-    arriving: dict[tuple[int, ...], float] = {}
-    hosts_of = {own: _by_host(plan, own) for own in candidates}
-    for own in candidates:
-        totals[own] = float(needed[own[0]] * max(1, len(hosts_of[own]) - 1))
-        for members in hosts_of[own]:
-            arriving[members] = arriving.get(members, 0.0) + needed[own[0]]
-    leaving, taking = flows_of(totals, links), flows_of(arriving, links, ingress=True)
-    exchanges: list[PlannedExchange] = []
-    for own in candidates:
-        ports = {k: n for members in hosts_of[own] for k, n in zip(members, taking[members], strict=True)}
-        inside = len(hosts_of[own]) == 1
-        entries = [ports[k] for k in own] if inside else leaving[own]
-        exchanges.append(PlannedExchange(own, _shares(entries), _shares([ports[k] for k in own])))
-    direct = _busiest(plan, links, traffic, ())
-    relayed = _busiest(plan, links, traffic, exchanges)
-    return tuple(exchanges) if relayed <= direct * SLACK else ()
+    passing = _Passing(needed, sharing, hosts, links)
+    exchanges = tuple(passing.planned(tables) for tables, own in sharing.items() if len(own) > 1)
+    direct = dict(near)
+    for tables, own in sharing.items():
+        for k in own:
+            direct[k,] = direct.get((k,), 0.0) + needed[tables]
+    sent = [Balance(cells, members, rollouts, hosts, links, own).flows for own in ((), exchanges)]
+    direct_s = _busiest_s(links, [sent[0]], [flows_of(direct, links, ingress=True)])
+    taken = [passing.taking, {k: [n] for k, n in near.items()}]
+    relayed_s = _busiest_s(links, [sent[1], passing.leaving], taken)
+    return exchanges if relayed_s <= direct_s * SLACK else ()
 
 
 def group_nbytes(version_nbytes: int, num_members: int, slot_nbytes: int) -> int:
-    """Return how large groups may be that `num_members` pass on."""
+    """Return how large groups of `num_members` may be, each of which gets `version_nbytes` in all."""
     wanted = version_nbytes // max(LEAST_GROUPS, GROUPS_PER_MEMBER * num_members)
     return min(slot_nbytes, max(SLICE_NBYTES, wanted))
 
 
-def _alike(plan: Plan) -> Iterator[tuple[int, ...]]:
-    """Yield the rollouts with each table on hosts without trainers."""
-    near = {h for h, worker in zip(plan.hosts, plan.workers, strict=True) if worker.role == "trainer"}
-    found: dict[int, list[int]] = {}
-    for index, worker in enumerate(plan.workers):
-        if worker.role == "rollout" and plan.hosts[index] not in near:
-            found.setdefault(plan.table_of[index], []).append(index)
-    yield from (tuple(own) for own in found.values())
+class _Passing:
+    """How bytes that leave their entries and arrive at ports load links evenly."""
+
+    def __init__(
+        self,
+        needed: Mapping[Tables, float],
+        sharing: Mapping[Tables, Workers],
+        hosts: Sequence[str],
+        links: Links,
+    ) -> None:
+        self._sharing = sharing
+        self._by_host = {tables: _by_host(hosts, own) for tables, own in sharing.items()}
+        leaving: dict[Workers, float] = {}
+        arriving: dict[Workers, float] = {}
+        for tables, nbytes in needed.items():
+            own = self._by_host[tables]
+            if len(own) > 1:
+                leaving[sharing[tables]] = nbytes * (len(own) - 1)
+            for workers in own:
+                arriving[workers] = arriving.get(workers, 0.0) + nbytes
+        self.leaving = flows_of(leaving, links)
+        self.taking = flows_of(arriving, links, ingress=True)
+
+    def planned(self, tables: Tables) -> PlannedExchange:
+        own = self._by_host[tables]
+        port = {k: n for workers in own for k, n in zip(workers, self.taking[workers], strict=True)}
+        ports = [port[k] for k in self._sharing[tables]]
+        entries = self.leaving.get(self._sharing[tables], ports)
+        return PlannedExchange(tables, self._sharing[tables], _shares(entries), _shares(ports))
 
 
-def _by_host(plan: Plan, workers: Sequence[int]) -> list[tuple[int, ...]]:
+def _by_host(hosts: Sequence[str], workers: Workers) -> list[Workers]:
     found: dict[str, list[int]] = {}
     for worker in workers:
-        found.setdefault(plan.hosts[worker], []).append(worker)
+        found.setdefault(hosts[worker], []).append(worker)
     return [tuple(own) for _, own in sorted(found.items())]
 
 
@@ -77,34 +109,15 @@ def _shares(flows: Sequence[float]) -> tuple[int, ...]:
     return tuple(max(1, round(SHARES * flow / total)) if total else 1 for flow in flows)
 
 
-def _busiest(
-    plan: Plan,
-    links: Links,
-    traffic: Traffic,
-    exchanges: Sequence[PlannedExchange],
-) -> float:
-    """Return the seconds of the busiest link; what stays inside a host passes none."""
-    needed = traffic.ingress()
-    sent = [0.0] * len(links.nics)
-    got = [0.0] * len(links.nics)
-    exchange_of = {k: exchange for exchange in exchanges for k in exchange.members}
-    for (writer, receiver), nbytes in traffic.pairs.items():
-        if plan.hosts[writer] == plan.hosts[receiver]:
-            continue
-        exchange = exchange_of.get(receiver)
-        part = nbytes / len(exchange.members) if exchange else nbytes
-        sent[links.of_worker[writer]] += part
-        if not exchange:
-            got[links.of_worker[receiver]] += part
-    for exchange in exchanges:
-        nbytes = needed[exchange.members[0]]
-        by_host = _by_host(plan, exchange.members)
-        ports = dict(zip(exchange.members, exchange.ports, strict=True))
-        for k, share in zip(exchange.members, exchange.entries, strict=True):
-            sent[links.of_worker[k]] += nbytes * share / sum(exchange.entries) * (len(by_host) - 1)
-        for own in by_host:
-            for k in own:
-                got[links.of_worker[k]] += nbytes * ports[k] / sum(ports[m] for m in own)
-    times = [n / nic.egress_gb_s for n, nic in zip(sent, links.nics, strict=True)]
-    times += [n / nic.ingress_gb_s for n, nic in zip(got, links.nics, strict=True)]
-    return max(times)
+Flows = Mapping[Workers, Sequence[float]]
+
+
+def _busiest_s(links: Links, sent: Iterable[Flows], got: Iterable[Flows]) -> float:
+    """Return the seconds of the busiest link."""
+    egress, ingress = [0.0] * len(links.nics), [0.0] * len(links.nics)
+    for loads, flows in ((egress, sent), (ingress, got)):
+        for workers, flow in ((w, f) for own in flows for w, f in own.items()):
+            for k, nbytes in zip(workers, flow, strict=True):
+                loads[links.of_worker[k]] += nbytes
+    times = [n / nic.egress_gb_s for n, nic in zip(egress, links.nics, strict=True)]
+    return max(times + [n / nic.ingress_gb_s for n, nic in zip(ingress, links.nics, strict=True)])

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from wbridge.ids import WorkerId
 from wbridge.layout.dtype import itemsize
 from wbridge.layout.region import Strided
-from wbridge.plan.balance import ANYWHERE, spread
+from wbridge.plan.balance import spread
 from wbridge.plan.checks import check_group
-from wbridge.plan.classes import needed_region
 from wbridge.plan.exchanges import group_nbytes
 from wbridge.plan.geometry import Chunk, Geometry, at_origin, distinct
+from wbridge.plan.receivers import ANYWHERE, Rollouts, Stream
+from wbridge.plan.routes import partners_of
 from wbridge.plan.schedule import Inflow, Item, PackedGroup, schedule
 from wbridge.plan.tables import Column
 from wbridge.plan.types import (
@@ -27,8 +28,8 @@ from wbridge.plan.types import (
     WorkerPlan,
 )
 
-Receivers = tuple[int, str]
-"""Rollouts with one table, on one host if that has trainers: all of them get the same from the same."""
+Turn = tuple[Stream, int]
+"""A group of a stream, by its index there."""
 
 
 class Expansion:
@@ -37,20 +38,16 @@ class Expansion:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._geometry = Geometry()
-        roles = [worker.role for worker in plan.workers]
-        near = {host for host, role in zip(plan.hosts, roles, strict=True) if role == "trainer"}
-        self._members: dict[Receivers, list[int]] = {}
-        for index, table in enumerate(plan.table_of):
-            if roles[index] == "rollout":
-                host = plan.hosts[index] if plan.hosts[index] in near else ANYWHERE
-                self._members.setdefault((table, host), []).append(index)
-        self._by_table: dict[int, list[_Part]] | None = None
-        self._intakes: dict[Receivers, Intake] = {}
+        self._rollouts = Rollouts(plan.workers, plan.table_of, plan.hosts)
+        self._exchanges = {(exchange.tables, ANYWHERE): exchange for exchange in plan.exchanges}
+        self._passing = {table for exchange in plan.exchanges for table in exchange.tables}
+        self._by_stream: dict[Stream, list[_Part]] | None = None
+        self._intakes: dict[Stream, Intake] = {}
+        self._orders: dict[tuple[int, str], list[Turn]] = {}
+        self._numbers: dict[tuple[int, str], dict[Stream, list[int]]] = {}
+        self._version_nbytes: dict[int, int] = {}
         self._places: dict[tuple[int, Place], list[tuple[str, int]]] = {}
         self._names: dict[int, tuple[str, ...]] = {}
-        self._exchanges = {
-            (plan.table_of[exchange.members[0]], ANYWHERE): exchange for exchange in plan.exchanges
-        }
 
     def groups_into(self, receiver: WorkerId) -> tuple[Group, ...]:
         """Return the groups of a receiver, index 0..G-1; a trainer has none.
@@ -58,18 +55,12 @@ class Expansion:
         Raises:
             PlanError: the plan does not know this worker.
         """
-        index = self._plan.index(receiver)
-        intake = next((self._intake(key) for key, own in self._members.items() if index in own), None)
-        if intake is None:
+        kind = self._rollouts.kind_of(self._plan.index(receiver))
+        if kind is None:
             return ()
         groups = tuple(
-            Group(
-                receiver=receiver,
-                index=number,
-                nbytes=group.nbytes,
-                pieces=tuple(intake.piece(number, k) for k in range(len(group.pieces))),
-            )
-            for number, group in enumerate(intake.groups)
+            self._intake(stream).group(turn, receiver, index, kind[0])
+            for index, (stream, turn) in enumerate(self._order(kind))
         )
         for group in groups:
             check_group(group, self._plan.slot_nbytes)
@@ -88,83 +79,117 @@ class Expansion:
             outgoing=tuple(self._outgoing(index)),
             fingerprint=self._plan.fingerprint,
             exchanges=tuple(
-                self._exchange(key)
-                for key, exchange in self._exchanges.items()
-                if index in exchange.members or self._has_part(index, key)
+                self._exchange(stream)
+                for stream, exchange in self._exchanges.items()
+                if index in exchange.members or self._has_part(index, stream)
             ),
         )
 
-    def exchanges(self) -> Iterator[tuple[list[int], Intake, Exchange]]:
-        """Yield the members of each exchange, the groups that each of them receives, and the exchange."""
-        for key in self._exchanges:
-            yield self._members[key], self._intake(key), self._exchange(key)
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Return all of them."""
+        return tuple(map(self._exchange, self._exchanges))
 
-    def _exchange(self, key: Receivers) -> Exchange:
-        planned, workers = self._exchanges[key], self._plan.workers
+    def _exchange(self, stream: Stream) -> Exchange:
+        planned, plan = self._exchanges[stream], self._plan
+        numbers = {table: tuple(self._numbers_of(stream, table)) for table in planned.tables}
         return Exchange(
-            members=tuple(workers[k] for k in planned.members),
-            hosts=tuple(self._plan.hosts[k] for k in planned.members),
+            members=tuple(plan.workers[k] for k in planned.members),
+            hosts=tuple(plan.hosts[k] for k in planned.members),
             entries=planned.entries,
             ports=planned.ports,
-            num_groups=len(self._intake(key).groups),
+            numbers=tuple(numbers[plan.table_of[k]] for k in planned.members),
+            sizes=tuple(group.nbytes for group in self._intake(stream).groups),
         )
 
-    def _has_part(self, writer: int, receivers: Receivers) -> bool:
-        return any(part.has_writer(writer, receivers[1]) for part in self._parts(receivers[0]))
+    def _numbers_of(self, stream: Stream, table: int) -> list[int]:
+        """Return which of all groups of a rollout those of one stream are."""
+        kind = table, stream[1]
+        if kind not in self._numbers:
+            found = self._numbers[kind] = {}
+            for number, (own, _) in enumerate(self._order(kind)):
+                found.setdefault(own, []).append(number)
+        return self._numbers[kind][stream]
+
+    def _order(self, kind: tuple[int, str]) -> list[Turn]:
+        """Return the groups of some rollouts, those of all their streams evenly mixed.
+
+        Rollouts that share several streams get the groups of these in one order: so rings do not deadlock.
+        """
+        if kind not in self._orders:
+            keyed: list[tuple[float, Stream, int]] = []
+            for stream in self._parts():
+                if kind[0] in stream[0] and kind[1] == stream[1]:
+                    num_groups = len(self._intake(stream).groups)
+                    keyed += [((turn + 0.5) / num_groups, stream, turn) for turn in range(num_groups)]
+            self._orders[kind] = [(stream, turn) for _, stream, turn in sorted(keyed)]
+        return self._orders[kind]
+
+    def _has_part(self, writer: int, stream: Stream) -> bool:
+        return any(part.has_writer(writer) for part in self._parts()[stream])
 
     def all_groups(self) -> tuple[Group, ...]:
         """Return the groups of every receiver: for small plans, and for explaining."""
         rollouts = [worker for worker in self._plan.workers if worker.role == "rollout"]
         return tuple(group for worker in rollouts for group in self.groups_into(worker))
 
-    def intakes(self) -> Iterator[tuple[list[int], Intake]]:
-        """Yield the groups that some rollouts receive, with the indices of all of them."""
-        for receivers, members in self._members.items():
-            yield members, self._intake(receivers)
+    def deliveries(self) -> Iterator[tuple[list[int], list[tuple[Intake, int]]]]:
+        """Yield rollouts that get the same, by their indices, and the groups that each of them receives."""
+        for kind, members in self._rollouts.kinds.items():
+            yield members, [(self._intake(stream), turn) for stream, turn in self._order(kind)]
 
     def pairs(self) -> Iterator[tuple[set[int], list[int]]]:
         """Yield who writes to whom: some writers, and receivers to each of which all of them write."""
-        for (table, host), members in self._members.items():
+        for stream, parts in self._parts().items():
             writers: set[int] = set()
-            for part in self._parts(table):
-                counts = zip(part.cell.owners, part.counts(host), strict=True)
-                writers.update(owner for owner, count in counts if count)
-            yield writers, members
-        for exchange in self._plan.exchanges:
-            yield set(exchange.members), list(exchange.members)
+            for part in parts:
+                writers.update(owner for owner, count in part.shares if count)
+            yield writers, list(self._rollouts.of_stream(stream))
+        index = {worker: k for k, worker in enumerate(self._plan.workers)}
+        for exchange in self.exchanges():
+            for member in exchange.members:
+                yield {index[member]}, [index[partner] for partner in partners_of(exchange, member)]
 
     def _outgoing(self, writer: int) -> list[Outgoing]:
         found: list[Outgoing] = []
-        for receivers, members in self._members.items():
-            if not self._has_part(writer, receivers):
+        for stream in self._parts():
+            if not self._has_part(writer, stream):
                 continue
-            intake = self._intake(receivers)
-            for number, group in enumerate(intake.groups):
+            intake, members = self._intake(stream), self._rollouts.of_stream(stream)
+            numbers = {table: self._numbers_of(stream, table) for table in stream[0]}
+            receivers = [(self._plan.workers[k], numbers[self._plan.table_of[k]]) for k in members]
+            for turn, group in enumerate(intake.groups):
                 for k, packed in enumerate(group.pieces):
                     if packed.writer == writer:
-                        piece = intake.piece(number, k)
-                        found += (Outgoing(self._plan.workers[m], number, k, piece) for m in members)
+                        piece = intake.piece(turn, k, stream[0][0])
+                        found += (Outgoing(worker, own[turn], k, piece) for worker, own in receivers)
         found.sort(key=lambda o: (o.group_index, o.receiver, o.piece_index))
         return found
 
-    def _intake(self, receivers: Receivers) -> Intake:
-        if receivers not in self._intakes:
-            exchange = self._exchanges.get(receivers)
-            num_sharing = len(exchange.members) if exchange is not None else 1
-            self._intakes[receivers] = Intake(
-                self._plan, receivers, self._parts(receivers[0]), self, num_sharing
-            )
-        return self._intakes[receivers]
+    def _intake(self, stream: Stream) -> Intake:
+        if stream not in self._intakes:
+            parts, nbytes = self._parts()[stream], self._plan.slot_nbytes
+            if stream[1] == ANYWHERE and self._passing.intersection(stream[0]):
+                num_members = len(self._rollouts.of_stream(stream))
+                version_nbytes = min(self._version_nbytes[table] for table in stream[0])
+                nbytes = group_nbytes(version_nbytes, num_members, nbytes)
+            self._intakes[stream] = Intake(self._plan, stream, parts, self, nbytes)
+        return self._intakes[stream]
 
-    def _parts(self, table: int) -> list[_Part]:
-        if self._by_table is None:
-            self._by_table = {}
+    def _parts(self) -> dict[Stream, list[_Part]]:
+        """Return what consists of which cells: an exchange, or all that others with one table get."""
+        if self._by_stream is None:
+            self._by_stream = {}
             for number, planned in enumerate(self._plan.classes):
                 for cell in planned.cells:
-                    for place in cell.needed:
-                        part = _Part(number, planned, cell, place)
-                        self._by_table.setdefault(place[0], []).append(part)
-        return self._by_table.get(table, [])
+                    for host, tables in self._rollouts.needing(cell.needed).items():
+                        part = _Part(number, planned, cell, host)
+                        shared = (tables, host) in self._exchanges
+                        for own in (tables,) if shared else [(table,) for table in tables]:
+                            self._by_stream.setdefault((own, host), []).append(part)
+                        for table in tables if host == ANYWHERE else ():
+                            known = self._version_nbytes.get(table, 0)
+                            self._version_nbytes[table] = known + part.nbytes
+        return self._by_stream
 
     @property
     def geometry(self) -> Geometry:
@@ -189,123 +214,130 @@ class Expansion:
 
 
 class _Part:
-    """A cell as one row needs it."""
+    """A cell as the rollouts of one host need it, or those of all hosts without trainers."""
 
-    __slots__ = ("cell", "number", "place", "planned")
+    __slots__ = ("cell", "host", "number", "planned")
 
-    def __init__(self, number: int, planned: PlannedClass, cell: PlannedCell, place: Place) -> None:
-        self.number, self.planned, self.cell, self.place = number, planned, cell, place
+    def __init__(self, number: int, planned: PlannedClass, cell: PlannedCell, host: str) -> None:
+        self.number, self.planned, self.cell, self.host = number, planned, cell, host
 
-    def counts(self, host: str) -> tuple[int, ...]:
-        return self.cell.counts[host]
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.cell.counts[self.host]
 
-    def has_writer(self, writer: int, host: str) -> bool:
+    @property
+    def shares(self) -> Iterator[tuple[int, int]]:
+        """Each owner, and how many blocks it sends."""
+        return zip(self.cell.owners, self.counts, strict=True)
+
+    @property
+    def nbytes(self) -> int:
+        return self.planned.num_tensors * self.cell.nbytes
+
+    def has_writer(self, writer: int) -> bool:
         owners = self.cell.owners
-        return writer in owners and self.counts(host)[owners.index(writer)] > 0
+        return writer in owners and self.counts[owners.index(writer)] > 0
 
 
 class Intake:
-    """The groups of all receivers of one kind; their pieces are written out when asked for."""
+    """The groups of one stream; their pieces are written out when asked for, by the receiver's table."""
 
     def __init__(
-        self, plan: Plan, receivers: Receivers, parts: list[_Part], shared: Expansion, num_sharing: int
+        self, plan: Plan, stream: Stream, parts: list[_Part], shared: Expansion, group_nbytes: int
     ) -> None:
-        """`num_sharing`: how many receivers pass these groups on to each other, themselves included."""
         self._plan, self._parts, self._shared = plan, parts, shared
-        table, host = receivers
-        inflows = [self._inflow(part, host) for part in parts]
-        nbytes = plan.slot_nbytes
-        if num_sharing > 1:
-            nbytes = group_nbytes(sum(inflow.nbytes for inflow in inflows), num_sharing, nbytes)
-        self.groups: tuple[PackedGroup, ...] = schedule(inflows, plan.tables[table].indivisible, nbytes)
-        self._pieces: dict[tuple[int, int], Piece] = {}
-        self._ways: dict[tuple[int, int], _Way] = {}
+        self.stream = stream
+        inflows = [self._inflow(part) for part in parts]
+        indivisible = [own for table in stream[0] for own in plan.tables[table].indivisible]
+        self.groups: tuple[PackedGroup, ...] = schedule(inflows, indivisible, group_nbytes)
+        self._pieces: dict[tuple[int, int, int], Piece] = {}
+        self._ways: dict[tuple[int, int, int], _Way] = {}
 
-    def piece(self, group: int, index: int) -> Piece:
-        if (group, index) not in self._pieces:
-            packed = self.groups[group].pieces[index]
-            self._pieces[group, index] = Piece(
+    def group(self, turn: int, receiver: WorkerId, index: int, table: int) -> Group:
+        """Return one of them as a receiver with this table takes it, `index` among its groups."""
+        packed = self.groups[turn]
+        pieces = tuple(self.piece(turn, k, table) for k in range(len(packed.pieces)))
+        return Group(receiver=receiver, index=index, nbytes=packed.nbytes, pieces=pieces)
+
+    def piece(self, turn: int, index: int, table: int) -> Piece:
+        """Return a piece of a group; its bytes are the same for all tables, not where they go."""
+        key = turn, index, table
+        if key not in self._pieces:
+            packed = self.groups[turn].pieces[index]
+            self._pieces[key] = Piece(
                 writer=self._plan.workers[packed.writer],
                 offset=packed.offset,
                 nbytes=packed.nbytes,
-                transfers=tuple(self._transfers(packed.writer, packed.offset, packed.items)),
+                transfers=tuple(self._transfers(packed.writer, table, packed.offset, packed.items)),
             )
-        return self._pieces[group, index]
+        return self._pieces[key]
 
-    def num_transfers(self) -> int:
-        """Return how many transfers one receiver takes."""
-        return sum(count for group in range(len(self.groups)) for _, count in self.transfers_in(group))
-
-    def transfers_in(self, group: int) -> list[tuple[int, int]]:
+    def transfers_in(self, turn: int, table: int) -> list[tuple[int, int]]:
         """Return the writer of each piece of a group, by its index, and how many transfers the piece has."""
         return [
             (
                 piece.writer,
-                sum(self._way(item.inflow, piece.writer).num_transfers(item) for item in piece.items),
+                sum(self._way(item.inflow, piece.writer, table).num_transfers(item) for item in piece.items),
             )
-            for piece in self.groups[group].pieces
+            for piece in self.groups[turn].pieces
         ]
 
-    def _inflow(self, part: _Part, host: str) -> Inflow:
+    def _inflow(self, part: _Part) -> Inflow:
         cell = part.cell
         element_nbytes = itemsize(cell.wire_dtype)
-        wanted, geometry = at_origin(needed_region(self._plan.row(part.place).region)), self._shared.geometry
-        sizes = tuple(
-            sum(overlap.num_wire_elements for overlap in geometry.overlaps(block, wanted)) * element_nbytes
-            for block in geometry.blocks(cell.region, cell.max_elements)
-        )
-        writers = tuple([cell.owners[k] for k in spread(part.counts(host))])
+        blocks = self._shared.geometry.blocks(cell.region, cell.max_elements)
+        sizes = tuple([block.num_elements * element_nbytes for block in blocks])
+        writers = tuple([cell.owners[k] for k in spread(part.counts)])
         return Inflow(self._shared.tensors(part), sizes, element_nbytes, writers)
 
-    def _transfers(self, writer: int, start: int, items: list[Item]) -> Iterator[Transfer]:
+    def _transfers(self, writer: int, table: int, start: int, items: list[Item]) -> Iterator[Transfer]:
         end = start
         for item in items:
-            yield from self._way(item.inflow, writer).transfers(item, end)
+            yield from self._way(item.inflow, writer, table).transfers(item, end)
             end += item.nbytes
 
-    def _way(self, inflow: int, writer: int) -> _Way:
-        key = (inflow, self._plan.table_of[writer])
+    def _way(self, inflow: int, writer: int, table: int) -> _Way:
+        key = (inflow, self._plan.table_of[writer], table)
         if key not in self._ways:
-            self._ways[key] = _Way(self._plan, self._parts[inflow], key[1], self._shared)
+            self._ways[key] = _Way(self._plan, self._parts[inflow], *key[1:], self._shared)
         return self._ways[key]
 
 
 class _Way:
-    """How the blocks of one cell lie with the writers of one table and with one receiving row."""
+    """How the blocks of one cell lie with the writers of one table and with the receivers of another."""
 
-    def __init__(self, plan: Plan, part: _Part, table: int, shared: Expansion) -> None:
-        cell = part.cell
-        held_place = next(place for place in cell.held if place[0] == table)
+    def __init__(self, plan: Plan, part: _Part, held_by: int, needed_by: int, shared: Expansion) -> None:
+        cell, geometry = part.cell, shared.geometry
+        held_place = next(place for place in cell.held if place[0] == held_by)
         self._held = shared.places(part, held_place)
-        self._needed = shared.places(part, part.place)
         self._tensors, self._wire_dtype = shared.tensors(part), cell.wire_dtype
-        wanted, repeats = distinct(plan.row(part.place).region)
-        held, geometry = plan.row(held_place).region, shared.geometry
-        self._chunks = [
-            [_Loops(chunk, repeats) for chunk in geometry.chunks(held, at_origin(wanted), block)]
-            for block in geometry.blocks(cell.region, cell.max_elements)
-        ]
-        self._element_nbytes = itemsize(cell.wire_dtype)
+        held, blocks = plan.row(held_place).region, geometry.blocks(cell.region, cell.max_elements)
+        self._targets: list[tuple[list[tuple[str, int]], list[list[_Loops]]]] = []
+        for place in (place for place in cell.needed if place[0] == needed_by):
+            wanted, repeats = distinct(plan.row(place).region)
+            chunks = [geometry.chunks(held, at_origin(wanted), block) for block in blocks]
+            loops = [[_Loops(chunk, repeats) for chunk in own] for own in chunks]
+            self._targets.append((shared.places(part, place), loops))
 
     def num_transfers(self, item: Item) -> int:
-        return len(self._chunks[item.block])
+        return sum(len(loops[item.block]) for _, loops in self._targets)
 
-    def transfers(self, item: Item, end: int) -> Iterator[Transfer]:
+    def transfers(self, item: Item, start: int) -> Iterator[Transfer]:
         source_parameter, source_offset = self._held[item.tensor]
-        target_parameter, target_offset = self._needed[item.tensor]
-        for loops in self._chunks[item.block]:
-            yield Transfer(
-                tensor=self._tensors[item.tensor],
-                extents=loops.extents,
-                source_parameter=source_parameter,
-                source=Strided(loops.source_offset + source_offset, loops.source),
-                target_parameter=target_parameter,
-                target=Strided(loops.target_offset + target_offset, loops.target),
-                wire=loops.wire,
-                wire_dtype=self._wire_dtype,
-                slot_offset=end,
-            )
-            end += loops.num_elements * self._element_nbytes
+        for places, blocks in self._targets:
+            target_parameter, target_offset = places[item.tensor]
+            for loops in blocks[item.block]:
+                yield Transfer(
+                    tensor=self._tensors[item.tensor],
+                    extents=loops.extents,
+                    source_parameter=source_parameter,
+                    source=Strided(loops.source_offset + source_offset, loops.source),
+                    target_parameter=target_parameter,
+                    target=Strided(loops.target_offset + target_offset, loops.target),
+                    wire=loops.wire,
+                    wire_dtype=self._wire_dtype,
+                    slot_offset=start,
+                )
 
 
 class _Loops:
@@ -317,5 +349,4 @@ class _Loops:
         self.source_offset, self.source = overlap.left.offset, overlap.left.strides + nothing
         self.target_offset = overlap.right.offset
         self.target = overlap.right.strides + tuple(stride for _, stride in repeats)
-        self.wire = Strided(0, chunk.wire.strides + nothing)
-        self.num_elements = chunk.num_elements
+        self.wire = Strided(chunk.wire.offset, chunk.wire.strides + nothing)

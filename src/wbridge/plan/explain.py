@@ -10,12 +10,10 @@ from wbridge.plan.bound import Bound, lower_bound
 from wbridge.plan.build import ANY_TOPOLOGY
 from wbridge.plan.expand import Expansion
 from wbridge.plan.geometry import Geometry
-from wbridge.plan.passing import between_links, passed_on
-from wbridge.plan.relays import find_relays
 from wbridge.plan.schedule import ring_slots
 from wbridge.plan.sizes import size_of, time_of
 from wbridge.plan.topology import Topology, find_links
-from wbridge.plan.traffic import LinkLoad, find_traffic, loads_of
+from wbridge.plan.traffic import LinkLoad, between_links, find_traffic, loads_of
 from wbridge.plan.types import Plan
 
 
@@ -95,11 +93,6 @@ class Explanation(msgspec.Struct, frozen=True):
     """Seconds of the busiest link over the least that any plan needs, with rollouts that pass bytes on."""
     direct_ratio: float
     """The same over the least of plans in which trainers serve every rollout themselves."""
-    relayed_ratio: float
-    """What `ratio` could be if all rollouts that need equal bytes passed them on, also those with different
-    layouts, which no plan makes them do: by the routes of `wbridge.plan.relays`."""
-    relayed_copies: float
-    """What trainers would send then."""
 
     def to_text(self) -> str:
         """Return the explanation as lines for a terminal."""
@@ -111,8 +104,7 @@ class Explanation(msgspec.Struct, frozen=True):
             f"busiest link {time_of(self.busiest_s)}, lower bound {time_of(self.bound.relayed_s)},"
             f" ratio {self.ratio:.3f}; {time_of(self.bound.direct_s)}, ratio {self.direct_ratio:.3f}, without"
             " relays",
-            f"rollouts pass on {size_of(self.relayed_nbytes)}; with relays between all layouts:"
-            f" {self.relayed_copies:.2f} copies sent, ratio {self.relayed_ratio:.3f}",
+            f"rollouts pass on {size_of(self.relayed_nbytes)}",
         ]
         lines += [
             f"load     {load.link:<32} {load.direction:<8} {size_of(load.nbytes):>12} at {load.gb_s:g} GB/s"
@@ -145,7 +137,7 @@ def explain(plan: Plan, config: Config, topology: Topology = ANY_TOPOLOGY) -> Ex
     """Measure `plan`, which `build_plan` made for this config and topology."""
     geometry, expansion = Geometry(), Expansion(plan)
     links = find_links(plan.workers, plan.hosts, topology)
-    traffic = passed_on(plan, expansion, find_traffic(plan, geometry))
+    traffic = find_traffic(plan, expansion)
     copy_nbytes, bound = lower_bound(plan, links, geometry)
     crossing = between_links(plan, traffic)
     sent, got = crossing.egress(), crossing.ingress()
@@ -158,13 +150,12 @@ def explain(plan: Plan, config: Config, topology: Topology = ANY_TOPOLOGY) -> Ex
         sum(traffic.pairs.values()),
         sum(nbytes for k, nbytes in sent.items() if plan.workers[k].role == "trainer"),
     )
-    relays = find_relays(plan, links, geometry)
     names = [str(worker) for worker in plan.workers]
     return Explanation(
         fingerprint=plan.fingerprint,
         num_tensors=sum(planned.num_tensors for planned in plan.classes),
         num_unused_tensors=plan.num_unused_tensors,
-        num_transfers=sum(intake.num_transfers() * len(own) for own, intake in expansion.intakes()),
+        num_transfers=_num_transfers(plan, expansion),
         egress_nbytes={names[k]: sent.get(k, 0) for k, w in enumerate(plan.workers) if w.role == "trainer"},
         ingress_nbytes=dict(sorted(ingress.items())),
         links=tuple(
@@ -183,9 +174,16 @@ def explain(plan: Plan, config: Config, topology: Topology = ANY_TOPOLOGY) -> Ex
         bound=bound,
         ratio=busiest_s / bound.relayed_s if bound.relayed_s else 1.0,
         direct_ratio=busiest_s / bound.direct_s if bound.direct_s else 1.0,
-        relayed_ratio=relays.busiest_s / bound.relayed_s if bound.relayed_s else 1.0,
-        relayed_copies=sum(relays.egress_nbytes.values()) / copy_nbytes if copy_nbytes else 0.0,
     )
+
+
+def _num_transfers(plan: Plan, expansion: Expansion) -> int:
+    found = 0
+    for members, groups in expansion.deliveries():
+        table = plan.table_of[members[0]]
+        counts = (count for intake, turn in groups for _, count in intake.transfers_in(turn, table))
+        found += len(members) * sum(counts)
+    return found
 
 
 class _Sent:
@@ -201,11 +199,12 @@ def _memory(plan: Plan, expansion: Expansion, config: Config) -> tuple[SlotMemor
     found: dict[int, SlotMemory] = {}
     passing = {k for exchange in plan.exchanges for k in exchange.members}
     sent = {k: _Sent() for k, worker in enumerate(plan.workers) if worker.role == "trainer"}
-    for members, intake in expansion.intakes():
+    for members, delivered in expansion.deliveries():
+        groups = [intake.groups[turn] for intake, turn in delivered]
         for k in members:
-            sizes = [group.nbytes for group in intake.groups]
+            sizes = [group.nbytes for group in groups]
             found[k] = _ring(str(plan.workers[k]), sizes, config, passes_on=k in passing)
-        for piece in (piece for group in intake.groups for piece in group.pieces):
+        for piece in (piece for group in groups for piece in group.pieces):
             own = sent[piece.writer]
             own.num_groups += len(members)
             own.nbytes += piece.nbytes * len(members)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import msgspec
 
 from wbridge.layout.algebra import intersect, subtract
 from wbridge.layout.nest import source_nest
 from wbridge.layout.region import Overlap, Region, Strided
+
+_PAIR: Final = 2**48
+"""More than a block has elements: two numbers travel through the algebra in one, since it only adds them."""
 
 
 class Atom(msgspec.Struct, frozen=True):
@@ -31,10 +35,9 @@ class Shared(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A block of elements small enough to travel in one slot, and its dense layout on the wire."""
+    """Elements of a block as one loop nest on both sides, and where they lie in the block on the wire."""
 
     overlap: Overlap
-    num_elements: int
     wire: Strided
 
 
@@ -59,14 +62,17 @@ class Geometry:
         return known
 
     def chunks(self, held: Region, wanted: Region, block: Region) -> tuple[Chunk, ...]:
-        """Return how elements of `block` lie on both sides and on the wire between them."""
+        """Return how `block` lies on both sides, both of which contain it, and on the wire between them.
+
+        On the wire it is dense and in the order of its own loops, whoever writes or takes it.
+        """
         key = (held, wanted, block)
         if (known := self._chunks.get(key)) is None:
-            part = [overlap.right_region for overlap in self.overlaps(block, wanted)]
+            on_wire = Region(block.extents, block.source, Strided(0, packed(block.extents)))
             known = self._chunks[key] = tuple(
-                Chunk(overlap=o, num_elements=o.num_wire_elements, wire=Strided(0, packed(o.extents)))
-                for region in part
-                for o in self.overlaps(held, region)
+                _chunk(both)
+                for sent in self.overlaps(held, on_wire)
+                for both in self.overlaps(_paired(sent), wanted)
             )
         return known
 
@@ -129,6 +135,22 @@ class Geometry:
                 yield from (_atom(part, atom.members) for part in outside)
             rest = [left for part in rest for left in subtract(part, (atom.region,), "source")]
         yield from (_atom(part, new.members) for part in rest)
+
+
+def _paired(overlap: Overlap) -> Region:
+    """Return the elements with both numbers in one; the right ones are small and not negative."""
+    left, right = overlap.left, overlap.right
+    strides = tuple(a * _PAIR + b for a, b in zip(left.strides, right.strides, strict=True))
+    return Region(overlap.extents, overlap.source, Strided(left.offset * _PAIR + right.offset, strides))
+
+
+def _chunk(both: Overlap) -> Chunk:
+    """Take the two numbers of each element apart again: loops add them up, so that they stay apart."""
+    offset = divmod(both.left.offset, _PAIR)
+    strides = [divmod(stride, _PAIR) for stride in both.left.strides]
+    held = Strided(offset[0], tuple(stride for stride, _ in strides))
+    wire = Strided(offset[1], tuple(stride for _, stride in strides))
+    return Chunk(Overlap(both.extents, both.source, held, both.right), wire)
 
 
 def _atom(region: Region, members: tuple[int, ...]) -> Atom:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from wbridge.layout.dtype import itemsize
-from wbridge.plan.balance import ANYWHERE, spread
-from wbridge.plan.geometry import Geometry
+from wbridge.plan.expand import Expansion, Intake
+from wbridge.plan.routes import iter_hops
 from wbridge.plan.topology import Links
-from wbridge.plan.types import Plan, PlannedCell
+from wbridge.plan.types import Exchange, Plan
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -41,31 +40,60 @@ class LinkLoad(msgspec.Struct, frozen=True):
         return self.nbytes / (self.gb_s * 1e9)
 
 
-def find_traffic(plan: Plan, geometry: Geometry) -> Traffic:
-    """Count what a plan moves."""
-    near = {h for h, worker in zip(plan.hosts, plan.workers, strict=True) if worker.role == "trainer"}
-    receivers: list[dict[str, list[int]]] = [{} for _ in plan.tables]
-    for index, table in enumerate(plan.table_of):
-        if plan.workers[index].role == "rollout":
-            host = plan.hosts[index] if plan.hosts[index] in near else ANYWHERE
-            receivers[table].setdefault(host, []).append(index)
+def find_traffic(plan: Plan, expansion: Expansion) -> Traffic:
+    """Count what moves if all engines take a version together."""
+    pairs = pairs_of(plan, expansion.deliveries(), expansion.exchanges())
+    return Traffic(dict(sorted(pairs.items())), _casts(plan))
+
+
+def pairs_of(
+    plan: Plan,
+    deliveries: Iterable[tuple[Sequence[int], Sequence[tuple[Intake, int]]]],
+    exchanges: Iterable[Exchange],
+) -> dict[tuple[int, int], int]:
+    """Return the bytes by (writer, receiver) of these groups, if all engines take them together."""
+    index = {worker: k for k, worker in enumerate(plan.workers)}
+    passed: dict[int, dict[int, int]] = {}
+    engines = {worker.group for worker in plan.workers if worker.role == "rollout"}
+    for hop in iter_hops(exchanges, engines):
+        passed.setdefault(index[hop.receiver], {})[hop.received] = index[hop.sender]
     pairs: dict[tuple[int, int], int] = {}
+    for members, groups in deliveries:
+        pieces = [intake.groups[turn].pieces for intake, turn in groups]
+        for k in members:
+            sources = passed.get(k, {})
+            for number, own in enumerate(pieces):
+                source = sources.get(number)
+                for piece in own:
+                    pair = piece.writer if source is None else source, k
+                    pairs[pair] = pairs.get(pair, 0) + piece.nbytes
+    return pairs
+
+
+def _casts(plan: Plan) -> dict[tuple[str, str, str], int]:
+    counts: dict[int, int] = {}
+    for worker, table in zip(plan.workers, plan.table_of, strict=True):
+        counts[table] = counts.get(table, 0) + (worker.role == "rollout")
     casts: dict[tuple[str, str, str], int] = {}
     for planned in plan.classes:
         for cell in planned.cells:
-            sent = {host: _by_owner(cell, counts, geometry) for host, counts in cell.counts.items()}
             source = plan.row(cell.held[0]).dtype
-            for place in cell.needed:
-                target = plan.row(place).dtype
-                for host, members in receivers[place[0]].items():
-                    for index in members:
-                        for owner, nbytes in sent[host]:
-                            pairs[owner, index] = pairs.get((owner, index), 0) + nbytes
-                    if source != target:
-                        pair = (source, target, cell.wire_dtype)
-                        moved = planned.num_tensors * cell.nbytes * len(members)
-                        casts[pair] = casts.get(pair, 0) + moved
-    return Traffic(pairs, casts)
+            for table, target in {place[0]: plan.row(place).dtype for place in cell.needed}.items():
+                if source != target:
+                    pair = (source, target, cell.wire_dtype)
+                    moved = planned.num_tensors * cell.nbytes * counts[table]
+                    casts[pair] = casts.get(pair, 0) + moved
+    return casts
+
+
+def between_links(plan: Plan, traffic: Traffic) -> Traffic:
+    """Leave out what rollouts pass on inside a host: it passes no link."""
+    pairs = {
+        (writer, k): nbytes
+        for (writer, k), nbytes in traffic.pairs.items()
+        if plan.workers[writer].role == "trainer" or plan.hosts[writer] != plan.hosts[k]
+    }
+    return Traffic(pairs, traffic.casts)
 
 
 def loads_of(sent: Mapping[int, float], got: Mapping[int, float], links: Links) -> tuple[LinkLoad, ...]:
@@ -81,19 +109,6 @@ def loads_of(sent: Mapping[int, float], got: Mapping[int, float], links: Links) 
             gb_s = nic.egress_gb_s if direction == "egress" else nic.ingress_gb_s
             found.append(LinkLoad(links.names[link], direction, round(nbytes), gb_s))
     return tuple(found)
-
-
-def _by_owner(cell: PlannedCell, counts: Sequence[int], geometry: Geometry) -> list[tuple[int, int]]:
-    """Return what each owner sends of a cell to one receiver."""
-    width = itemsize(cell.wire_dtype)
-    blocks = geometry.blocks(cell.region, cell.max_elements)
-    sizes = [block.num_elements * width for block in blocks]
-    if len(set(sizes)) == 1:
-        return [(owner, n * sizes[0]) for owner, n in zip(cell.owners, counts, strict=True) if n]
-    sent: dict[int, int] = {}
-    for unit, turn in enumerate(spread(counts)):
-        sent[turn] = sent.get(turn, 0) + sizes[unit % len(sizes)]
-    return [(cell.owners[turn], nbytes) for turn, nbytes in sorted(sent.items())]
 
 
 def _sums(amounts: Iterable[tuple[int, int]]) -> dict[int, int]:

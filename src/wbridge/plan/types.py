@@ -18,8 +18,9 @@ class Transfer(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One strided block of a checkpoint tensor on its way from a source to a target parameter.
 
     All three views share the loops `extents`. `wire` counts wire elements from `slot_offset` (bytes
-    from the start of the group's slot); a loop with wire stride 0 replicates at the target, and the
-    sender skips it. The wire carries the narrower dtype of the pair.
+    from the start of the group's slot), where a block of the tensor lies in the order of the checkpoint:
+    it is the same for all that hold or need the block, however they keep it. A loop with wire stride 0
+    replicates at the target, and the sender skips it. The wire carries the narrower dtype of the pair.
     """
 
     tensor: str
@@ -109,19 +110,22 @@ class PlannedClass(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlannedExchange(msgspec.Struct, frozen=True, array_like=True):
-    """Rollouts with one table, on hosts without trainers, that pass their groups on to each other.
+    """Rollouts, on hosts without trainers, that pass on to each other what exactly they need.
 
-    Trainers send a group to one member of those that take a version together, in proportion to `entries`.
-    That member sends it to one member on each other host, in proportion to `ports` there; and what has a
-    group sends it to the others on its host.
+    A group enters each host at one member, its port there, and that sends it to the others on the host. One
+    of all members that take a version together, its entry, sends it to the ports of other hosts, and trainers
+    to the port on the host of the entry, which is the entry itself unless its link takes too much. Who is
+    entry and port follows shares: of what leaves hosts, and on each host of what arrives there.
     """
 
+    tables: tuple[int, ...]
+    """Of the members. What is passed on is in a row of each of these tables, and of no other."""
     members: tuple[int, ...]
     """In ascending order."""
     entries: tuple[int, ...]
     """By member."""
     ports: tuple[int, ...]
-    """By member."""
+    """By member; they compare those of one host."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -143,7 +147,7 @@ class Plan(msgspec.Struct, frozen=True):
     slot_nbytes: int
     fingerprint: str
     exchanges: tuple[PlannedExchange, ...] = ()
-    """Relays; a rollout is in one at most. Who is in none gets everything from trainers."""
+    """Relays; what is in none comes from trainers."""
 
     def row(self, place: Place) -> PlannedRow:
         return self.tables[place[0]].rows[place[1]]
@@ -178,7 +182,10 @@ class Exchange(msgspec.Struct, frozen=True):
     hosts: tuple[str, ...]
     entries: tuple[int, ...]
     ports: tuple[int, ...]
-    num_groups: int
+    numbers: tuple[tuple[int, ...], ...]
+    """By member: the index that each group of the exchange has among all that the member receives."""
+    sizes: tuple[int, ...]
+    """Bytes of each group."""
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
@@ -193,4 +200,4 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     outgoing: tuple[Outgoing, ...]
     fingerprint: str
     exchanges: tuple[Exchange, ...] = ()
-    """Of a rollout the one that it is in, of a trainer those to whose members it may write."""
+    """Of a rollout those that it is in, of a trainer those to whose members it may write."""

@@ -15,6 +15,7 @@ from wbridge.device.sharing import arena_of
 from wbridge.engine.context import ReceiverContext, RelayContext, SenderContext
 from wbridge.errors import ProtocolError
 from wbridge.ids import WorkerId
+from wbridge.plan.routes import partners_of
 from wbridge.plan.schedule import ring_slots
 from wbridge.plan.types import WorkerPlan
 from wbridge.staging.base import ReceiverStaging, SenderStaging
@@ -69,11 +70,11 @@ async def open_receiver_context(
     tensors: Tensors,
 ) -> ReceiverContext:
     """Connect to every writer of this worker, for its credits, and allocate its ring."""
-    members = {member for exchange in plan.exchanges for member in exchange.members} - {plan.worker}
-    peers = _peers(start, {piece.writer for group in plan.incoming for piece in group.pieces} | members)
+    partners = _partners(plan)
+    peers = _peers(start, {p.writer for group in plan.incoming for p in group.pieces} | partners.keys())
     endpoints = await _connect(transport, peers)
     # Slots from which others are written lie in host memory.
-    is_plain = not members and config.checksum != "on"
+    is_plain = not partners and config.checksum != "on"
     is_local = is_plain and all(e.fill for e in endpoints.values())
     takes_runs = is_plain and all(e.fill or e.put_runs for e in endpoints.values())
     is_near = is_local and all(
@@ -86,7 +87,7 @@ async def open_receiver_context(
             config, device, tensors, plan, is_local=is_local, is_near=is_near, takes_runs=takes_runs
         )
         try:
-            return staging, _relay_context(start, plan, config, transport, device, endpoints)
+            return staging, _relay_context(start, plan, config, transport, device, endpoints, partners)
         except BaseException:  # whatever it is, no stream stays open; raised again
             staging.close()
             raise
@@ -112,16 +113,16 @@ def _relay_context(
     transport: Transports,
     device: Device,
     endpoints: Mapping[str, Endpoint],
+    partners: Mapping[WorkerId, int],
 ) -> RelayContext | None:
     """The surroundings of a rollout that passes on what it gets, if it does."""
-    if not plan.exchanges:
+    if not partners:
         return None
-    names = _members(plan) - {str(plan.worker)}
-    largest = max((piece.nbytes for group in plan.incoming for piece in group.pieces), default=0)
+    largest = {str(partner): nbytes for partner, nbytes in sorted(partners.items())}
     staging = RelayStaging(device, local_slots=config.local_slots)
     try:
-        far = sorted(name for name in names if endpoints[name].fill is None)
-        gather_slots = {name: staging.open_slots(largest) for name in far}
+        far = [name for name in largest if endpoints[name].fill is None]
+        gather_slots = {name: staging.open_slots(largest[name]) for name in far}
     except BaseException:  # whatever it is, no stream stays open; raised again
         staging.close()
         raise
@@ -133,9 +134,20 @@ def _relay_context(
         transport=transport,
         staging=staging,
         gather_slots=gather_slots,
-        checksums=names,
-        endpoints={name: endpoints[name] for name in names},
+        checksums=frozenset(largest),
+        endpoints={name: endpoints[name] for name in largest},
     )
+
+
+def _partners(plan: WorkerPlan) -> dict[WorkerId, int]:
+    """Return with whom a rollout exchanges pieces, and the size of the largest of them."""
+    found: dict[WorkerId, int] = {}
+    for exchange in plan.exchanges:
+        numbers = exchange.numbers[exchange.members.index(plan.worker)]
+        largest = max(piece.nbytes for number in numbers for piece in plan.incoming[number].pieces)
+        for partner in partners_of(exchange, plan.worker):
+            found[partner] = max(found.get(partner, 0), largest)
+    return found
 
 
 def _members(plan: WorkerPlan) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -71,11 +71,11 @@ class Reader:
     def needed_nbytes(self) -> int:
         return sum(sum(group) for group in self.sizes)
 
-    def serve(self, ticket: int, sources: Sequence[str | None]) -> None:
-        """Take a grant; `sources`: by group, who passes it on, None for the trainers."""
+    def serve(self, ticket: int, sources: Mapping[int, str]) -> None:
+        """Take a grant; `sources`: by group, who passes it on, if not the trainers."""
         self._incoming = tuple(
-            Incoming(trainers if source is None else (source,) * len(trainers))
-            for source, trainers in zip(sources, self._trainers, strict=True)
+            Incoming((sources[group],) * len(trainers) if group in sources else trainers)
+            for group, trainers in enumerate(self._trainers)
         )
         self._perform(self._ring.grant(ticket, self._incoming, before_hold=self._before_hold))
 

@@ -4,52 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from wbridge.plan.expand import Expansion
-from wbridge.plan.routes import duties_of, find_routes
+from wbridge.plan.routes import iter_hops, partners_of
 from wbridge.plan.types import Exchange, Plan
 
-Sources = Sequence[int | None]
-"""By group: the rollout that passes it on, None for the trainers."""
+Sources = Mapping[int, int]
+"""By group: the rollout that passes it on. The others come from the trainers."""
+
+Duties = Mapping[int, Sequence[tuple[int, int]]]
+"""By group: the rollouts to which it is passed on, and which of their groups it is."""
 
 
 class Routing:
     """The exchanges of a plan, by the indices of workers."""
 
-    def __init__(self, plan: Plan, expansion: Expansion) -> None:
+    def __init__(self, plan: Plan, exchanges: Iterable[Exchange]) -> None:
         self._index = {worker: k for k, worker in enumerate(plan.workers)}
-        self._workers = plan.workers
-        self._exchange_of: dict[int, Exchange] = {}
-        for members, _, exchange in expansion.exchanges():
-            self._exchange_of.update(dict.fromkeys(members, exchange))
-        self._known: dict[tuple[int, frozenset[str]], Mapping[int, Sources]] = {}
-
-    def is_member(self, worker: int) -> bool:
-        return worker in self._exchange_of
+        self._exchanges = tuple(exchanges)
+        self._others: dict[int, set[int]] = {}
+        for exchange in self._exchanges:
+            for member in exchange.members:
+                others = self._others.setdefault(self._index[member], set())
+                others.update(self._index[partner] for partner in partners_of(exchange, member))
+        self._known: dict[frozenset[str], tuple[dict[int, dict[int, int]], dict[int, _Duties]]] = {}
 
     def others(self, worker: int) -> tuple[int, ...]:
-        """Return to whom it may pass something on."""
-        exchange = self._exchange_of.get(worker)
-        return (
-            () if exchange is None else tuple(k for m in exchange.members if (k := self._index[m]) != worker)
-        )
+        """Return to whom it may pass something on; nobody: it is in no exchange."""
+        return tuple(sorted(self._others.get(worker, ())))
 
-    def sources(self, worker: int, engines: Iterable[str]) -> Sources | None:
-        """Return from whom it gets each group; None: all from the trainers."""
-        return None if worker not in self._exchange_of else self._all(worker, engines)[worker]
+    def sources(self, worker: int, engines: Iterable[str]) -> Sources:
+        """Return from whom it gets what others pass on."""
+        return self._all(engines)[0].get(worker, {})
 
-    def duties(self, worker: int, engines: Iterable[str]) -> Mapping[int, Sequence[int]]:
+    def duties(self, worker: int, engines: Iterable[str]) -> Duties:
         """Return to whom it passes on each group."""
-        routes = find_routes(self._exchange_of[worker], frozenset(engines))
-        found = duties_of(self._workers[worker], routes)
-        return {group: [self._index[member] for member in own] for group, own in found.items()}
+        return self._all(engines)[1].get(worker, {})
 
-    def _all(self, worker: int, engines: Iterable[str]) -> Mapping[int, Sources]:
-        exchange, together = self._exchange_of[worker], frozenset(engines)
-        key = id(exchange), together
-        if key not in self._known:
-            routes = find_routes(exchange, together)
-            self._known[key] = {
-                self._index[member]: [None if s is None else self._index[s] for s in sources]
-                for member, sources in routes.items()
-            }
-        return self._known[key]
+    def _all(self, engines: Iterable[str]) -> tuple[dict[int, dict[int, int]], dict[int, _Duties]]:
+        together = frozenset(engines)
+        if together not in self._known:
+            sources: dict[int, dict[int, int]] = {}
+            duties: dict[int, _Duties] = {}
+            for hop in iter_hops(self._exchanges, together):
+                sender, receiver = self._index[hop.sender], self._index[hop.receiver]
+                sources.setdefault(receiver, {})[hop.received] = sender
+                duties.setdefault(sender, {}).setdefault(hop.sent, []).append((receiver, hop.received))
+            self._known = {together: (sources, duties)}
+        return self._known[together]
+
+
+_Duties = dict[int, list[tuple[int, int]]]

@@ -16,27 +16,24 @@ from wbridge.flow.outgoing import Piece
 from wbridge.layout.dtype import itemsize
 from wbridge.plan.bound import Bound, lower_bound
 from wbridge.plan.build import ANY_TOPOLOGY
-from wbridge.plan.expand import Expansion, Intake
+from wbridge.plan.expand import Expansion
 from wbridge.plan.geometry import Geometry
 from wbridge.plan.schedule import ring_slots
 from wbridge.plan.topology import Links, Topology, find_links
-from wbridge.plan.types import Plan
+from wbridge.plan.types import Exchange, Plan
 from wbridge.sim.coordinator import Coordinator
 from wbridge.sim.engine import Engine
 from wbridge.sim.fabric import Fabric, LinkBytes
-from wbridge.sim.folding import Kind, fold_engines, thin
+from wbridge.sim.folding import fold_engines
 from wbridge.sim.reader import Reader
 from wbridge.sim.relay import Relay
 from wbridge.sim.routing import Routing
 from wbridge.sim.speeds import Speeds
+from wbridge.sim.thinning import Deliveries, busy, thinned
 from wbridge.sim.world import World
 from wbridge.sim.writer import Writer
 
 Fold = Literal["none", "engines", "ranks"]
-
-Intakes = list[tuple[list[int], Intake]]
-"""The groups that some rollouts receive, with the indices of all of them."""
-
 
 BUSY: Final = 0.6
 """Ranks are simulated one by one if trainers send for a larger part of the least time: then they compete."""
@@ -98,58 +95,44 @@ class _Job:
         self._relaying: list[Writer] = []
         self._sent: dict[int, dict[int, dict[Piece, int]]] = {k: {} for k in self._ranks}
         expansion = Expansion(plan)
-        self._routing = Routing(plan, expansion)
-        intakes = list(expansion.intakes())
+        deliveries: Deliveries = tuple(expansion.deliveries())
+        exchanges = expansion.exchanges()
         if fold == "ranks":
-            intakes = self._thinned(intakes, links)
+            deliveries, exchanges = self._thinned(deliveries, exchanges, links)
+        self._routing = Routing(plan, exchanges)
         self._world = World(self._fabric, speeds, config, len(plan.workers))
-        self._read_plan(intakes)
+        self._read_plan(deliveries)
         self._writers = {k: Writer(self._world, k, own, self._readers) for k, own in self._sent.items()}
         self._relays = self._build_relays()
         self._engines = self._build_engines()
         self._coordinator = Coordinator(self._world, self._ranks, self._writers, self._engines, self._routing)
 
-    def _thinned(self, intakes: Intakes, links: Links) -> Intakes:
+    def _thinned(
+        self, deliveries: Deliveries, exchanges: tuple[Exchange, ...], links: Links
+    ) -> tuple[Deliveries, tuple[Exchange, ...]]:
         """Leave out those that others stand for, and of the trainers' NICs what they would take: their bytes
         over the least time of a version."""
-        passing = [pair for pair in intakes if self._routing.is_member(pair[0][0])]
-        kinds = [
-            Kind(tuple(members), sum(group.nbytes for group in intake.groups)) for members, intake in passing
-        ]
-        stands_for = thin(self._plan, links, kinds)
-        kept = [pair for number, pair in enumerate(passing) if stands_for[number] == number]
-        kept += [pair for pair in intakes if not self._routing.is_member(pair[0][0])]
-        busy, own = self._busy(intakes, links), self._busy(kept, links)
-        if max(busy.values()) > BUSY:
-            return intakes
-        for number, (members, _) in enumerate(passing):
-            for k in members:
-                self._num_alike[k] = sum(other == number for other in stands_for.values())
-        for link, part in busy.items():
-            self._fabric.keep_share(link, 1 - (part - own.get(link, 0.0)))
-        return kept
-
-    def _busy(self, intakes: Intakes, links: Links) -> dict[int, float]:
-        """Return for which part of the least time of a version these keep each NIC of a trainer busy."""
         _, bound = lower_bound(self._plan, links, Geometry())
-        found: dict[int, float] = {}
-        for members, intake in intakes:
-            times = 1 if self._routing.is_member(members[0]) else len(members)
-            for piece in (piece for group in intake.groups for piece in group.pieces):
-                link = links.of_worker[piece.writer]
-                taken_s = times * piece.nbytes / (links.nics[link].egress_gb_s * 1e9)
-                found[link] = found.get(link, 0.0) + taken_s / bound.relayed_s
-        return found
+        found = thinned(self._plan, links, deliveries, exchanges)
+        all_s = busy(self._plan, links, deliveries, exchanges)
+        if max(all_s.values()) > BUSY * bound.relayed_s:
+            return deliveries, exchanges
+        self._num_alike.update(found.num_alike)
+        kept_s = busy(self._plan, links, found.deliveries, found.exchanges)
+        for link, busy_s in all_s.items():
+            self._fabric.keep_share(link, 1 - (busy_s - kept_s.get(link, 0.0)) / bound.relayed_s)
+        return found.deliveries, found.exchanges
 
-    def _read_plan(self, intakes: Intakes) -> None:
+    def _read_plan(self, deliveries: Deliveries) -> None:
         """Build the readers, and note what each trainer may write to them."""
         names, config = [str(worker) for worker in self._plan.workers], self._config
-        for members, intake in intakes:
-            groups = [[(names[piece.writer], piece.nbytes) for piece in g.pieces] for g in intake.groups]
-            passes_on = self._routing.is_member(members[0])
+        for members, delivered in deliveries:
+            packed = [intake.groups[turn] for intake, turn in delivered]
+            groups = [[(names[piece.writer], piece.nbytes) for piece in g.pieces] for g in packed]
+            passes_on = bool(self._routing.others(members[0]))
             slots = ring_slots(config, len(groups), config.mode.receiver_staging, passes_on=passes_on)
             by_writer: dict[int, dict[Piece, int]] = {}
-            for number, group in enumerate(intake.groups):
+            for number, group in enumerate(packed):
                 for place, piece in enumerate(group.pieces):
                     by_writer.setdefault(piece.writer, {})[number, place] = piece.nbytes
             for k in (k for k in members if self._copies[k]):
@@ -167,14 +150,13 @@ class _Job:
 
     def _build_relays(self) -> dict[int, Relay]:
         found: dict[int, Relay] = {}
+        pieces = {
+            k: {(number, place): n for number, own in enumerate(reader.sizes) for place, n in enumerate(own)}
+            for k, reader in self._readers.items()
+        }
         for k, reader in self._readers.items():
             if others := self._routing.others(k):
-                pieces = {
-                    (number, place): nbytes
-                    for number, sizes in enumerate(reader.sizes)
-                    for place, nbytes in enumerate(sizes)
-                }
-                writer = Writer(self._world, k, dict.fromkeys(others, pieces), self._readers)
+                writer = Writer(self._world, k, {m: pieces[m] for m in others}, self._readers)
                 relay = Relay(writer, {m: self._readers[m].name for m in others}, reader.num_pieces)
                 found[k] = reader.relay = relay
                 self._relaying.append(writer)
@@ -192,10 +174,10 @@ class _Job:
     def _serve(self, worker: int, ticket: int, engines: Sequence[str]) -> None:
         """A rollout takes a ticket, with the workers of these engines."""
         reader = self._readers[worker]
-        sources = self._routing.sources(worker, engines) or [None] * len(reader.sizes)
+        sources = self._routing.sources(worker, engines)
         if worker in self._relays:
             self._relays[worker].serve(ticket, self._routing.duties(worker, engines))
-        reader.serve(ticket, [None if s is None else self._readers[s].name for s in sources])
+        reader.serve(ticket, {group: self._readers[k].name for group, k in sources.items()})
 
     def run(self) -> Outcome:
         for _, engine in self._engines.values():

@@ -76,8 +76,8 @@ class Writer:
             if self._readers[k].engine not in granted:
                 continue
             sources = routing.sources(k, granted)
-            due[k] = own if sources is None else [piece for piece in own if sources[piece[0]] is None]
-            spare[k] = () if sources is None else [piece for piece in own if sources[piece[0]] is not None]
+            due[k] = [piece for piece in own if piece[0] not in sources]
+            spare[k] = [piece for piece in own if piece[0] in sources]
         self.serve(ticket, due, spare)
 
     def credit(self, receiver: str, ticket: int, piece: Piece) -> None:

@@ -18,6 +18,7 @@ from wbridge.engine.scatters import Scatters
 from wbridge.flow.actions import ToLeader
 from wbridge.flow.messages import Announced, Commit, EngineOutcome, Hold, Landed, Offer, Retired, Serve
 from wbridge.flow.tickets import Tickets
+from wbridge.plan.routes import iter_hops
 from wbridge.session.member import Member
 from wbridge.session.rollout import Rollout
 from wbridge.session.sending import SendingEpoch
@@ -89,8 +90,9 @@ def _half_that_comes(engine: Any) -> int:  # Any: it is asked for what it keeps 
 
 def _half_that_goes(puts: Any) -> int:  # Any: as above
     plan = puts._context.plan
-    relayed = {member for exchange in plan.exchanges for member in exchange.members[1:]}
-    return max(1, sum(outgoing.receiver not in relayed for outgoing in plan.outgoing) // 2)
+    engines = {member.group for exchange in plan.exchanges for member in exchange.members}
+    relayed = {(hop.receiver, hop.received) for hop in iter_hops(plan.exchanges, engines)}
+    return max(1, sum((out.receiver, out.group_index) not in relayed for out in plan.outgoing) // 2)
 
 
 def _half_that_is_passed_on(relay: Any) -> int:  # Any: as above

@@ -72,15 +72,15 @@ async def test_what_a_writer_stops_before_is_not_exposed_any_longer(tmp_path: Pa
         async def stop_before_the_abort() -> None:
             for ticket in (1001, 1002):
                 engine.serve(ticket)
-                assert engine._exposed
+                assert engine._exposed.keys
                 for trainer in job.trainers:
                     engine.stopped(str(trainer.source.worker), Stopped(ticket, -1))
                 engine.abort(ticket, "for the test")
-            while engine._exposed:
+            while engine._exposed.keys:
                 await anyio.sleep(0.001)
 
         with anyio.fail_after(5):
             await anyio.to_thread.run_sync(rollout._worker.loop.submit(stop_before_the_abort).finished.result)
-        assert not engine._slots
+        assert not engine._exposed._slots
         assert not transport._exposed
         assert set(engine._ring.states) == {"free"}

@@ -65,7 +65,7 @@ def test_blocks_are_small_enough_and_together_all() -> None:
     geometry, whole, wanted = Geometry(), box((0, 6), (0, 4)), box((0, 6), (1, 4))
     blocks = geometry.blocks(wanted, 5)
     chunks = [chunk for block in blocks for chunk in geometry.chunks(whole, wanted, block)]
-    assert max(chunk.num_elements for chunk in chunks) <= 5
+    assert max(chunk.overlap.num_wire_elements for chunk in chunks) <= 5
     assert all(chunk.wire.strides == packed(chunk.overlap.extents) for chunk in chunks)
     arrived = [target for chunk in chunks for _, target in elements(chunk.overlap.right_region)]
     assert sorted(arrived) == list(range(18))

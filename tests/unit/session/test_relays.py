@@ -24,7 +24,6 @@ from wbridge.staging.slots import Place
 from wbridge.testing.streams import LoopDevice
 from wbridge.transport.loopback import LoopbackEndpoint
 
-PAIRS = {"engine-0": 2, "engine-1": 2}
 COPY_NBYTES = 11_140
 """Of the toy model."""
 
@@ -69,14 +68,22 @@ async def test_workers_of_one_host_get_it_from_each_other(mode: str, tmp_path: P
             assert len(entries) == len(crossing) == 1
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (1, 4), (2,)])
 @virtual
-async def test_ranks_of_an_engine_exchange_with_the_same_ranks_of_others(tmp_path: Path) -> None:
-    async with exchanging(tmp_path, "sync", engines=PAIRS, relay_patience_s=60.0) as job:
-        await job.update(1)
-        assert job.holds(1)
-        groups = [group for k in range(4) for group in engine_of(job, k)._groups]
+async def test_engines_of_any_layouts_take_one_copy_together(
+    mode: str, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Each on a host of its own; what several of its ranks need enters the host once."""
+    engines = {f"engine-{k}": size for k, size in enumerate(sizes)}
+    async with exchanging(tmp_path, mode, engines=engines, relay_patience_s=60.0) as job:
+        for version in (1, 2):
+            await job.update(version)
+            assert job.holds(version)
+        groups = [group for k in range(sum(sizes)) for group in engine_of(job, k)._groups]
         received = sum(piece.nbytes for group in groups for piece in group.pieces)
-        assert sent(job.senders) == sent(job.receivers) == received / 2
+        assert sent(job.senders) == 2 * COPY_NBYTES
+        assert sent(job.receivers) == 2 * (received - COPY_NBYTES)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
@@ -455,7 +462,7 @@ async def test_c60_an_engine_that_joins_while_versions_move_is_in_all_routes_or_
                     pass
                 if not outcomes or (version == last and set(outcomes.values()) != {"applied"}):
                     version -= 1
-            routed.append(len(member_of(job, 3)._exchange.members))
+            routed.append(len(member_of(job, 3)._exchanges[0].members))
 
         async with late:
             await gather(*[lambda k=k: roll(k) for k in range(3)], join, send)
