@@ -96,7 +96,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the rows there, after each number of hosts")
     parser.add_argument("--hosts", type=int, action="append", help="rollout hosts; default 2, 3 and 4")
     parser.add_argument("--mbit", type=float, default=100.0, help="rate of every link, in each direction")
-    parser.add_argument("--updates", type=int, default=3, help="that count, of each system")
+    parser.add_argument("--updates", type=int, default=3, help="of wbridge that count, after one more")
+    parser.add_argument("--rival-updates", type=int, default=1, help="the same of each other system")
     parser.add_argument("--only", action="append", choices=SYSTEMS, help="only these systems")
     parser.add_argument(
         "--no-simulation", dest="simulate", action="store_false", help="neither measure a link nor simulate"
@@ -139,8 +140,9 @@ def patience_s(options: argparse.Namespace) -> float:
 
 def measured(system: System, fleet: Fleet, options: argparse.Namespace, link: LinkSpeed | None) -> Result:
     print(f"{time.strftime('%H:%M:%S')} hosts-{fleet.num_rollout_hosts} {system.name}", flush=True)
+    num_updates = options.updates if system.name == OURS else options.rival_updates
     try:
-        result = measure(system, fleet, mbit=options.mbit, num_updates=options.updates)
+        result = measure(system, fleet, mbit=options.mbit, num_updates=num_updates)
     except WorkerFailed as exc:
         print(exc, file=sys.stderr)
         return Result(system, fleet, why_not=str(exc).strip().splitlines()[-1])

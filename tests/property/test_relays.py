@@ -170,7 +170,7 @@ def test_the_others_have_the_version_when_a_relay_falls_silent_or_gives_up(data:
 
 
 @given(st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_wrong_byte_of_a_relay_is_applied_unnoticed(data: st.DataObject) -> None:
     """It damages all that it passes on, or what it is not to any more; it may fall silent, so that nobody
     hears of what still lands."""
