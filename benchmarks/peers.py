@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -77,6 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--part", type=float, default=1.0, help="of the tensors, to try something; shares are no results"
     )
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="the longest that one run may take")
     parser.add_argument("--keep-noisy", action="store_true", help="discard nothing: for a busy machine")
     return parser.parse_args()
 
@@ -91,7 +93,7 @@ def measure_case(case: str, options: argparse.Namespace) -> list[Result]:
         run_in_turns(chosen, results, num_updates, options)
     if case in COUNTED and OURS in results and not results[OURS].why_not:
         entry = next(entry for entry in chosen if entry.name == OURS)
-        counted = run_cell(entry.having(count_calls="1"), case, 1, options.part, keep_noisy=True)
+        counted = run_cell(entry.having(count_calls="1"), case, 1, options)
         results[OURS].calls = None if "error" in counted else counted
     report(list(results.values()), {entry.name: versions_of(entry) for entry in chosen})
     return list(results.values())
@@ -129,7 +131,7 @@ def run_idle(chosen: list[Entry], results: dict[str, Result], options: argparse.
 def run_entry(result: Result, entry: Entry, num_updates: int, options: argparse.Namespace) -> None:
     """Add one run to a result, or why there is none."""
     try:
-        cell = run_cell(entry, result.case, num_updates, options.part, keep_noisy=options.keep_noisy)
+        cell = run_cell(entry, result.case, num_updates, options)
     except Unavailable as exc:
         result.why_not = str(exc)
         return
@@ -139,19 +141,21 @@ def run_entry(result: Result, entry: Entry, num_updates: int, options: argparse.
         result.cells.append(cell)
 
 
-def run_cell(entry: Entry, case: str, num_updates: int, part: float, *, keep_noisy: bool) -> dict[str, Any]:
+def run_cell(entry: Entry, case: str, num_updates: int, options: argparse.Namespace) -> dict[str, Any]:
     """Start one system on one case and return what its process printed.
 
     Raises:
         Unavailable: it ended without a word, or did not end in time.
     """
     command = [str(python_of(entry.environment)), *entry.flags, "-m", "benchmarks.systems.cell"]
-    command += ["--system", entry.module, "--case", case, "--updates", str(num_updates), "--part", str(part)]
+    command += ["--system", entry.module, "--case", case, "--updates", str(num_updates)]
+    command += ["--part", str(options.part)]
     command += [word for name, value in entry.options.items() for word in ("--option", f"{name}={value}")]
-    command += ["--keep-noisy"] if keep_noisy else []
+    command += ["--keep-noisy"] if options.keep_noisy or case == "idle" else []
     paths = [str(ROOT), *([] if entry.environment else [str(ROOT / "src")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     variables |= {"UCX_WARN_UNUSED_ENV_VARS": "n", "RAY_USAGE_STATS_ENABLED": "0", **entry.variables}
+    limit_s = min(entry.limit_s, options.limit_s)
     with open_scratch() as scratch:
         process = subprocess.Popen(
             command,
@@ -163,9 +167,9 @@ def run_cell(entry: Entry, case: str, num_updates: int, part: float, *, keep_noi
             start_new_session=True,
         )
         try:
-            printed, complaints = process.communicate(timeout=entry.limit_s)
+            printed, complaints = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            raise Unavailable(f"took more than {entry.limit_s:.0f} s") from None
+            raise Unavailable(f"took more than {limit_s:.0f} s") from None
         finally:
             _end_all(process)
     found = [line for line in printed.splitlines() if line.startswith("{")]
