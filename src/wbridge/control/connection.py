@@ -18,8 +18,8 @@ from wbridge.errors import EndpointClosed, PeerLost, ProtocolError, WBridgeError
 
 LINGER_S = 1.0
 """How long a rejected peer may take to read why."""
-READ_NBYTES = 256 * 2**10
-"""What is read at once."""
+READ_NBYTES = 64 * 2**10
+"""What is read at once: as much as the allocator keeps at hand."""
 
 BROKEN = (anyio.BrokenResourceError, anyio.EndOfStream, ssl.SSLError, OSError)
 """What a stream raises when the peer is gone."""

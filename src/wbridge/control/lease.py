@@ -60,13 +60,13 @@ class LeasedConnection:
     def local_host(self) -> str:
         return self._connection.local_host
 
-    def post(self, message: Message) -> None:
-        """Send one message, or queue it behind those posted before it. Never waits.
+    def post(self, *messages: Message) -> None:
+        """Send messages, or queue them behind those posted before. Never waits.
 
         A peer that is gone, or does not read and so lets too many pile up, is reported by `receive`.
 
         Raises:
-            ProtocolError: the message is larger than its kind may be.
+            ProtocolError: a message is larger than its kind may be.
         """
         if self._finished:
             return  # `receive` tells the owner
@@ -75,7 +75,7 @@ class LeasedConnection:
             return
         self._posted_s = anyio.current_time()
         self._is_answering = False
-        frame = codec.encode(message)
+        frame = b"".join(map(codec.encode, messages))
         if not self._outbox and len(frame) <= MAX_NOW_NBYTES:
             frame = self._connection.send_now(frame)
         if frame:

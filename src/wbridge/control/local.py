@@ -34,9 +34,9 @@ class LocalLease:
         self._finished = False
         self._aborted = ""
 
-    def post(self, message: Message) -> None:
+    def post(self, *messages: Message) -> None:
         if not self._finished:
-            self._peer._inbox.append(message)
+            self._peer._inbox.extend(messages)
             self._peer._wake()
 
     async def run(self) -> None:

@@ -29,6 +29,7 @@ from wbridge.flow.actions import (
     StartGrantTimer,
     StartHoldTimer,
     ToCoordinator,
+    ToCoordinatorMessage,
     ToLeader,
     ToWorkers,
     Unpark,
@@ -81,7 +82,7 @@ class Worker(Protocol):
         """Wait for no more bytes: nobody says any more what becomes of a grant."""
         ...
 
-    def to_coordinator(self, message: FlowMessage) -> None: ...
+    def to_coordinator(self, *messages: FlowMessage) -> None: ...
 
 
 class Lockstep:
@@ -111,6 +112,7 @@ class Lockstep:
         # Messages between the machines of this very worker wait here, so that a machine's actions are
         # all performed before it gets the next event.
         self._own: deque[Callable[[], None]] = deque()
+        self._to_tell: list[ToCoordinatorMessage] = []  # the coordinator, behind what a poll here waits for
         self._draining = False
         self._instructions: deque[Instruction] = deque()
         self._answer: Future[Instruction] | None = None  # the poll waits for it
@@ -331,7 +333,7 @@ class Lockstep:
                         self._post(rank, message)
                     self._later(self._to_worker, message)
                 case ToCoordinator(message):
-                    self._later(self._worker.to_coordinator, message)  # behind what a poll here waits for
+                    self._to_tell.append(message)
                 case StartGrantTimer(ticket):
                     self._tasks.start_soon(self._time_grant, ticket, self._epoch)
                 case EngineBroken(reason):
@@ -377,6 +379,9 @@ class Lockstep:
         try:
             while self._own:
                 self._own.popleft()()
+            if self._to_tell:
+                to_tell, self._to_tell = self._to_tell, []
+                self._worker.to_coordinator(*to_tell)
         finally:
             self._draining = False
 

@@ -158,15 +158,15 @@ class Member:
         self.failure: InternalError | None = None
         """What went wrong while it ended."""
 
-    def post(self, message: FlowMessage) -> None:
-        """Send a message of the current epoch to the coordinator. Never waits.
+    def post(self, *messages: FlowMessage) -> None:
+        """Send messages of the current epoch to the coordinator. Never waits.
 
         Raises:
             PeerLost: there is no coordinator, or no epoch, now.
         """
         if self._lease is None or self.epoch is None:
             raise PeerLost(f"{self._job.worker}: the coordinator is gone; waiting for it to come back")
-        self._lease.post(Keyed(self.epoch, message))
+        self._lease.post(*[Keyed(self.epoch, message) for message in messages])
 
     def number_call(self) -> int:
         """Number a send that begins in a live epoch."""

@@ -12,25 +12,25 @@ from wbridge.errors import EndpointClosed, PeerLost
 class Outbox:
     """Runs in the loop thread."""
 
-    def __init__(self, post: Callable[[FlowMessage], None]) -> None:
+    def __init__(self, post: Callable[..., None]) -> None:
         self._post = post
         self._is_open = False
         self._kept: list[FlowMessage] = []
 
-    def send(self, message: FlowMessage) -> None:
+    def send(self, *messages: FlowMessage) -> None:
         """Send now, or when the epoch is live. Without a coordinator nobody waits for it."""
         if not self._is_open:
-            self._kept.append(message)
+            self._kept.extend(messages)
             return
         with contextlib.suppress(PeerLost, EndpointClosed):  # noticed by whoever reads the connection
-            self._post(message)
+            self._post(*messages)
 
     def open(self) -> None:
         """The epoch is live."""
         self._is_open = True
         kept, self._kept = self._kept, []
-        for message in kept:
-            self.send(message)
+        if kept:
+            self.send(*kept)
 
     def close(self) -> None:
         """The epoch is over; what is said from now on is kept."""

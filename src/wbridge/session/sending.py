@@ -64,15 +64,37 @@ class SendingEpoch:
         self.announced: int | None = None
         """The version that became a ticket last."""
 
-    async def send(self, version: int, metadata: bytes, after: Event) -> Publication:
-        """One call of `send_weights`. Cancelled: withdraws the call and returns once that is answered."""
-        if self._ended is not None:
-            raise self._ended
+    def begin(self, version: int, metadata: bytes, after: Event) -> Publication | None:
+        """Report a call of `send_weights` whose source is there. None: `send` has to begin it."""
+        if self._ended is not None or self.context.config.debug_source:
+            return None
+        source = self.context.staging.snapshot_now(after)
+        if source is None:
+            return None
+        publication = self._number(version)
+        publication.source = source
+        self._post(Report(publication.call, version, metadata))
+        return publication
+
+    def _number(self, version: int) -> Publication:
         publication = Publication(self._number_call(), version, self._engines, self._abort)
         self._by_call[publication.call] = publication
         self._unfinished.add(publication)
+        return publication
+
+    async def send(
+        self, begun: Publication | None, version: int, metadata: bytes, after: Event
+    ) -> Publication:
+        """One call of `send_weights`, or what is left of one that has `begun`. Cancelled: withdraws the call
+        and returns once that is answered."""
+        if begun is None and self._ended is not None:
+            raise self._ended
+        publication = begun or self._number(version)
         try:
-            await self._publish(publication, metadata, after)
+            if begun is None:
+                await self._publish(publication, metadata, after)
+            else:
+                await publication.released.wait()
         except BaseException as exc:  # whatever it is, no other rank waits for this call; raised again
             with anyio.CancelScope(shield=True):
                 await self._withdraw(publication)

@@ -76,7 +76,11 @@ class Trainer:
         packed = pack_metadata(metadata)
         begun_s = time.perf_counter()
         after = self._worker.stream_of_caller(stream).record()
-        call = self._worker.loop.submit(functools.partial(self._send, version, packed, after))
+        sent = version, packed, after
+        begun: list[tuple[SendingEpoch, Publication]] = []
+        # First, since a task takes longer to begin than what can be done at once.
+        self._worker.loop.call(functools.partial(self._begin_send, begun, *sent))
+        call = self._worker.loop.submit(functools.partial(self._send, begun, *sent))
         publication: Publication = yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
         self.last_send = SendStats(time.perf_counter() - begun_s, self.standings.lag)
         return publication
@@ -115,10 +119,21 @@ class Trainer:
 
     # The loop thread: `Role` -----------------------------------------------------------------------------
 
-    async def _send(self, version: int, metadata: bytes, after: Event) -> Publication:
-        epoch = await self._live_epoch(f"version {version}")
+    def _begin_send(
+        self, begun: list[tuple[SendingEpoch, Publication]], version: int, metadata: bytes, after: Event
+    ) -> None:
+        epoch = self._epoch
+        if self._live.is_set() and epoch is not None:
+            publication = epoch.begin(version, metadata, after)
+            if publication is not None:
+                begun.append((epoch, publication))
+
+    async def _send(
+        self, begun: list[tuple[SendingEpoch, Publication]], version: int, metadata: bytes, after: Event
+    ) -> Publication:
+        epoch, first = begun[0] if begun else (await self._live_epoch(f"version {version}"), None)
         try:
-            publication = await epoch.send(version, metadata, after)
+            publication = await epoch.send(first, version, metadata, after)
         except BarrierTimeout:
             if epoch.announced == version:  # engines that took it in time have it
                 self._last_version = version

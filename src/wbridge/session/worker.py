@@ -222,9 +222,9 @@ class Worker:
         assert self._transports is not None
         return self._transports
 
-    def post(self, message: FlowMessage) -> None:
+    def post(self, *messages: FlowMessage) -> None:
         assert self._member is not None
-        self._member.post(message)
+        self._member.post(*messages)
 
     def number_call(self) -> int:
         assert self._member is not None

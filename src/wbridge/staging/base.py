@@ -64,6 +64,10 @@ class SenderStaging(WriterStaging, Protocol):
         """True: `snapshot` would not wait for a source to be released."""
         ...
 
+    def snapshot_now(self, after: Event) -> Source | None:
+        """Like `snapshot`, if nothing has to be waited for; else None."""
+        ...
+
     async def snapshot(self, after: Event) -> Source:
         """Return the weights as they are once `after`, an event of the caller's stream, is done.
 

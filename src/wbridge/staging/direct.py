@@ -33,10 +33,13 @@ class DirectSender:
     def has_free_snapshot(self) -> Literal[True]:
         return True
 
-    async def snapshot(self, after: Event) -> LiveSource:
-        """Return at once: the gathers wait for `after`, not the caller."""
+    def snapshot_now(self, after: Event) -> LiveSource:
+        """The gathers wait for `after`, not the caller."""
         self._gathering.stream.wait_event(after)
         return LiveSource(self._gathering)
+
+    async def snapshot(self, after: Event) -> LiveSource:
+        return self.snapshot_now(after)
 
     def open_slots(self, nbytes: int) -> LocalSlots:
         return LocalSlots(self._device, num_slots=self._local_slots, slot_nbytes=nbytes)

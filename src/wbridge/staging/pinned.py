@@ -57,6 +57,9 @@ class PinnedSender:
     def has_free_snapshot(self) -> bool:
         return bool(self._free)
 
+    def snapshot_now(self, after: Event) -> None:
+        """The copy takes its time."""
+
     async def snapshot(self, after: Event) -> Snapshot:
         """Return when the copy is done. Cancelled: the copy is dropped and its memory free again."""
         await self._available.acquire()
