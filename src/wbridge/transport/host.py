@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,21 @@ def host_identity(override: str = "") -> str:
         return f"{boot}/{_namespace('ipc')}/{_namespace('net')}"
     except OSError as exc:
         raise ConfigError(f"cannot tell this host from others: {exc}; set `host` in the config") from exc
+
+
+def check_descriptors(name: str, num_needed: int) -> None:
+    """Return if this process can open so many files: UCX ends a process that runs out of them.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    if used + num_needed > limit:
+        raise ConfigError(
+            f"{name}: {used} of the {limit} files that this process may open are open, and {num_needed} more"
+            " are needed at least; raise the limit (`ulimit -n`)"
+        )
 
 
 def process_token(pid: int = 0) -> str:

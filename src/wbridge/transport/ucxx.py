@@ -17,7 +17,7 @@ from wbridge.native.ucx import why_missing
 from wbridge.transport.base import RemoteSlot
 from wbridge.transport.counters import Counters
 from wbridge.transport.exposures import Exposures
-from wbridge.transport.host import host_identity, process_token
+from wbridge.transport.host import check_descriptors, host_identity, process_token
 from wbridge.transport.inbox import Inbox
 from wbridge.transport.lifeline import Lifeline
 from wbridge.transport.ucx_endpoint import SMALL_NBYTES, UcxxEndpoint
@@ -30,6 +30,8 @@ from wbridge.transport.ucx_worker import UcxWorker
 from wbridge.transport.ucx_writing import Writing
 
 _CLOSE_TIMEOUT_S: Final = 10.0
+_NUM_DESCRIPTORS: Final = 20
+"""What a worker of UCX opens at once, and a few for its first peers."""
 
 _logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class UcxxTransport:
         self._closing = False
 
     async def __aenter__(self) -> Self:
+        check_descriptors(self._name, _NUM_DESCRIPTORS)
         self._lifeline = Lifeline()
         if self._native:
             self._worker = worker = NativeUcxWorker(self._on_frame)

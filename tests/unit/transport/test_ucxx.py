@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -149,3 +151,15 @@ async def test_runs_go_where_they_belong_and_each_grant_is_used_once() -> None:
 async def test_who_is_on_another_host_takes_no_runs() -> None:
     async with open_pair() as pair:
         assert (await pair.connect()).put_runs is None
+
+
+async def test_a_process_that_may_open_too_few_files_is_told_before_ucx_ends_it() -> None:
+    if (why := why_missing()) is not None:
+        pytest.skip(why)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, hard))
+        with pytest.raises(ConfigError, match=r"sender: \d+ of the \d+ files .* raise the limit"):
+            await UcxxTransport("sender", host="a", native=True).__aenter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
