@@ -12,7 +12,7 @@ import pytest
 from tests.unit.session.job import rendezvous
 
 pytest.importorskip("ucxx", reason="hosts that are pretended are reached through ucxx")
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 ROOT = Path(__file__).parents[2]
 
 PRELUDE = """
