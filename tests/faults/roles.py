@@ -31,7 +31,7 @@ Message = dict[str, Any]  # Any: JSON
 PATIENCE_S = 30.0
 """No case waits this long unless it fails."""
 
-SHORT = {"coordinator_timeout_s": 1.0, "fence_timeout_s": 1.0, "hold_timeout_s": 5.0, "close_timeout_s": 3.0}
+SHORT = {"coordinator_timeout_s": 1.0, "fence_timeout_s": 1.0, "hold_timeout_s": 5.0, "close_timeout_s": 10.0}
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__, "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
