@@ -65,15 +65,14 @@ class Bindings:
         Raises:
             LayoutError: as `check`.
         """
-        first, self._next = self._next, self._next + count
-        if self._next >= len(self._names):
-            self._next = 0
-        if moved := self._moved({name: self._places[name] for name in self._names[first : first + count]}):
+        end = self._next + count
+        if moved := self._moved({name: self._places[name] for name in self._names[self._next : end]}):
             raise LayoutError(
                 f"{moved} are not where they were when this epoch began. What they left there would be sent: "
                 "write into parameters instead of replacing them, or let all ranks call reconfigure(mode=...)"
                 " after that, with the mode they have, which takes them where they are"
             )
+        self._next = end if end < len(self._names) else 0
 
     def _moved(self, places: Mapping[str, _Place]) -> str:
         """Name which of these have moved, and how, as the begin of an error; nothing if none has."""

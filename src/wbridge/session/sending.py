@@ -71,6 +71,11 @@ class SendingEpoch:
         source = self.context.staging.snapshot_now(after)
         if source is None:
             return None
+        try:
+            self._check_source()
+        except LayoutError:  # raised again by `send`, which withdraws the call
+            source.release()
+            return None
         publication = self._number(version)
         publication.source = source
         self._post(Report(publication.call, version, metadata))

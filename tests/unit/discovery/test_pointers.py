@@ -140,10 +140,7 @@ def test_a_source_is_looked_at_in_turns() -> None:
     bindings = bind(tensors)
     tensors["3"] = torch.zeros(2)
     bindings.check_some(2)
-    with pytest.raises(LayoutError, match=r"1 of 5 tensors \(3: its storage was replaced\)"):
-        bindings.check_some(2)
-    bindings.check_some(2)
-    bindings.check_some(2)
-    with pytest.raises(LayoutError, match="reconfigure"):
-        bindings.check_some(2)
+    for _ in range(2):  # and stays there
+        with pytest.raises(LayoutError, match=r"1 of 5 tensors \(3: its storage was replaced\).*reconfigure"):
+            bindings.check_some(2)
     assert len(bindings.bind_again()) == 5
