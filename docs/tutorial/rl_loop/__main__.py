@@ -12,6 +12,7 @@ import queue
 import sys
 import tempfile
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ ENVIRONMENT = {
 }
 """What every process of the demo inherits: one thread each, nothing downloaded, few words."""
 
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "transformers.models.qwen3.modeling_qwen3",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "wbridge.integrations.vllm.target",
+]
+"""What takes long to import: done once, in the process that the others are forked from."""
+
 MODES = ("sync", "sender_overlap", "receiver_overlap", "async")
 
 
@@ -53,6 +65,8 @@ def main() -> int:
     numbers: dict[str, dict[str, float | int]] = {}
     problems: list[str] = []
     with open_link(arguments.link_mbit) as hosts:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()  # it imports while this process does the same
         for mode in modes:
             numbers[mode], found = play(mode, arguments, hosts, console)
             problems += found
@@ -119,7 +133,7 @@ def run(settings: Settings, console: Console) -> Results:
     Raises:
         SystemExit: a process failed; its own message is on the terminal.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     channels = Channels(
         samples=[context.Queue(maxsize=2) for _ in range(settings.num_trainers)],
         events=context.Queue(),
