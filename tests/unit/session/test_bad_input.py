@@ -42,8 +42,12 @@ async def refusals(
     config: Mapping[str, object] | None = None,
     secrets: Mapping[str, str] | None = None,
     ours: Callable[[wbridge.WorkerId], Mapping[str, object]] = lambda worker: {},
+    until: type[WBridgeError] | None = None,
 ) -> dict[str, WBridgeError]:
-    """Connect everybody at once; return the error of each worker that is refused within its time."""
+    """Connect everybody at once; return the error of each worker that is refused within its time.
+
+    With `until`, the first such error ends it: nobody waits for those that were refused.
+    """
     values = settings("sync", 1) | dict(config or {})
     errors: dict[str, WBridgeError] = {}
 
@@ -52,6 +56,8 @@ async def refusals(
             await adapter.connect()
         except WBridgeError as exc:
             errors.setdefault(worker, exc)
+            if until is not None and isinstance(exc, until):
+                waiting.cancel()
 
     def keywords(worker: wbridge.WorkerId) -> dict[str, object]:
         mine = values | dict(ours(worker))
@@ -59,8 +65,9 @@ async def refusals(
 
     adapters = [(wbridge.SenderAdapter(s, **keywords(s.worker)), str(s.worker)) for s in sources]  # type: ignore[arg-type]  # a test's own mapping
     adapters += [(wbridge.ReceiverAdapter(t, **keywords(t.worker)), str(t.worker)) for t in targets]  # type: ignore[arg-type, misc]  # as above
+    waiting = anyio.CancelScope()
     try:
-        with anyio.fail_after(PATIENCE_S):
+        with anyio.fail_after(PATIENCE_S), waiting:
             await gather(*[lambda a=a, w=w: connect(a, w) for a, w in adapters])
     finally:
         await gather(*[adapter.aclose for adapter, _ in adapters])
@@ -151,8 +158,8 @@ async def test_two_modes_in_one_job_are_refused_with_both_origins(tmp_path: Path
         tmp_path,
         [Trainer().source],
         [Rollout().target],
-        config={"connect_timeout_s": 1.0},
         ours=lambda worker: {"mode": "async"} if worker.role == "rollout" else {},
+        until=ConfigError,
     )
     error = errors["rollout/engine-0[0]"]
     assert isinstance(error, ConfigError)
@@ -262,8 +269,7 @@ async def test_an_identity_taken_by_another_adapter_of_this_process_is_refused(t
         Rollout("engine-0", 1, 2).target,
         Rollout("engine-0", 1, 2).target,
     ]
-    config = {"connect_timeout_s": 1.0}
-    errors = await refusals(tmp_path, [Trainer().source], targets, config=config)
+    errors = await refusals(tmp_path, [Trainer().source], targets, until=ConfigError)
     error = errors["rollout/engine-0[1]"]
     assert isinstance(error, ConfigError)
     assert "claimed twice" in str(error) and "own group and mesh coordinate" in str(error)
