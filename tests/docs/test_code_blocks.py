@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.process.scripts import run
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+STRICT = """
+import warnings
+warnings.filterwarnings("error", category=UserWarning, module="wbridge$")
+"""
 DOCUMENTS = [
     path
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -33,12 +37,5 @@ def program(document: Path) -> str:
 def test_blocks_run(document: Path, tmp_path: Path) -> None:
     script = tmp_path / document.with_suffix(".py").name
     script.write_text(program(document))
-    run = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:wbridge", str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    code, printed = run(script, first=STRICT, timeout_s=55)
+    assert code == 0, printed

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TextIO
 
 from tests.faults.roles import FORKS
@@ -76,6 +77,29 @@ def process(script: str, *arguments: str, first: str = "") -> Iterator[Script]:
         yield child
     finally:
         child.close()
+
+
+def run(program: Path, *, first: str, timeout_s: float) -> tuple[int | None, str]:
+    """Run a program to its end, in its folder; return its exit code, if it ends, and all it says."""
+    printed = program.with_suffix(".printed")
+    child = FORKS.Process(target=_run_file, args=(program, printed, first), daemon=True)
+    child.start()
+    child.join(timeout_s)
+    code = child.exitcode
+    child.kill()
+    child.join()
+    child.close()
+    return code, printed.read_text()
+
+
+def _run_file(program: Path, printed: Path, first: str) -> None:
+    os.chdir(program.parent)
+    with open(printed, "w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    exec(first)
+    exec(compile(program.read_text(), str(program), "exec"), {"__name__": "__main__"})
 
 
 def heard(child: Script | subprocess.Popen[str]) -> str:
