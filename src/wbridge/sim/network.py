@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 
 from wbridge.sim.fairness import Hops, fair_rates
@@ -81,9 +82,10 @@ class Network:
     def _ended(self) -> list[Callable[[], None]]:
         """Take out the flows that are over; return whom to tell, in the order in which they began."""
         ended: list[tuple[int, Callable[[], None]]] = []
+        least_s = max(self._resolution_s / 2, math.ulp(self._timeline.now))  # no less can be waited for
         for hops, path in list(self._active.items()):
             self._advance(path)
-            limit = path.moved + max(path.rate * self._resolution_s / 2, 1e-9 * path.moved + 1e-6)
+            limit = path.moved + max(path.rate * least_s, 1e-9 * path.moved + 1e-6)
             while path.flows and path.flows[0][0] <= limit:
                 _, number, done = heapq.heappop(path.flows)
                 ended.append((number, done))

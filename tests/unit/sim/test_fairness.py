@@ -87,6 +87,12 @@ def test_a_link_that_becomes_free_is_used_by_the_rest() -> None:
     assert ends([(0, 10, over(0)), (4, 10, over(0))], [10.0]) == pytest.approx([1.0, 5.0])
 
 
+def test_late_and_fast_flows_end_though_what_is_left_takes_less_than_time_can_tell() -> None:
+    begins_s = [1e5 + k / 7 for k in range(20)]
+    found = ends([(begin_s, 65537, over(0)) for begin_s in begins_s], [450e9])
+    assert found == pytest.approx([begin_s + 65537 / 450e9 for begin_s in begins_s], rel=0, abs=1e-10)
+
+
 def test_a_resolution_moves_ends_by_no_more_than_itself() -> None:
     sends = [(0.1 * k, 7 + 3 * k, over(k % 2, 2)) for k in range(12)]
     exact, coarse = ends(sends, [10.0, 8.0, 15.0]), ends(sends, [10.0, 8.0, 15.0], 0.01)
