@@ -142,7 +142,7 @@ async def test_a_cut_anywhere_is_survived(part: int, monkeypatch: pytest.MonkeyP
         for limit_nbytes in range(1 + part * 37, 2400, 296)
     ]
     assert results[0], "a cut in the handshake is noticed"
-    assert num_descriptors() == descriptors
+    assert num_descriptors() <= descriptors  # fewer when those of an earlier test go now
 
 
 @pytest.mark.parametrize("limit_nbytes", [1, 100, 400, 800, 1500])
@@ -154,4 +154,4 @@ async def test_a_connection_that_goes_silent_is_noticed_and_replaced(
     monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.1)
     descriptors = num_descriptors()
     assert await survive(limit_nbytes, Config(heartbeat_s=0.05), silent=True)
-    assert num_descriptors() == descriptors
+    assert num_descriptors() <= descriptors  # fewer when those of an earlier test go now

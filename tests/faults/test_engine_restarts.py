@@ -118,7 +118,7 @@ async def test_a_worker_lost_while_bytes_are_due_ends_the_polls_of_its_engine(
             rollout, told = job.receivers[index]._rollout, list[str]()
             leave = rollout._leave
             monkeypatch.setattr(
-                rollout, "_leave", lambda left, stats: told.append(left.outcome) or leave(left, stats)
+                rollout, "_leave", lambda left, *more: told.append(left.outcome) or leave(left, *more)
             )
             assert "is lost" in str(await poll_until_lost(job.receivers[index]))
             if told:

@@ -12,7 +12,14 @@ from wbridge.control.messages import FlowMessage, Sums, Verified
 from wbridge.device.base import Event
 from wbridge.engine.context import SenderContext
 from wbridge.engine.send import SendEngine
-from wbridge.errors import BarrierTimeout, LayoutError, ProtocolError, UpdateAborted, WBridgeError
+from wbridge.errors import (
+    BarrierTimeout,
+    InternalError,
+    LayoutError,
+    ProtocolError,
+    UpdateAborted,
+    WBridgeError,
+)
 from wbridge.flow.messages import (
     AbortTicket,
     Announced,
@@ -174,6 +181,11 @@ class SendingEpoch:
             if source is not None:
                 source.release()
             raise
+        if source is None and not publication.released.is_set():
+            raise InternalError(
+                f"{self.context.worker}: version {publication.version} was not taken, since a task of the"
+                " adapter was cancelled from outside; please report it"
+            )
         return source
 
     async def _withdraw(self, publication: Publication) -> None:
