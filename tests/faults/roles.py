@@ -248,7 +248,7 @@ def work_as_rollout(
             case "counters":
                 pipe.tell("counters", **receiver.counters)
             case "measure":
-                pipe.tell("measured", **measure(receiver._rollout._engine._exposed))
+                pipe.tell("measured", **measure(receiver._rollout._engine._exposed.keys))
             case "state":
                 pipe.tell("state", **_state(receiver, rollout))
             case "close":
