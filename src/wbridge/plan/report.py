@@ -115,6 +115,7 @@ def _carried(explanation: Explanation, busiest: LinkLoad, link_of: Mapping[str, 
         Carried(link.writer, link.receiver, link.nbytes, link.nbytes / busiest.nbytes)
         for link in explanation.links
         if link_of[link.writer if busiest.direction == "egress" else link.receiver] == busiest.link
+        and (link.crosses_hosts or link.writer.startswith("trainer/"))
     ]
     return tuple(sorted(found, key=lambda carried: -carried.nbytes))
 
