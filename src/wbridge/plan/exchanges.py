@@ -48,7 +48,7 @@ def find_exchanges(
     if all(len(own) == 1 for own in sharing.values()):
         return ()
     passing = _Passing(needed, sharing, hosts, links)
-    exchanges = tuple(passing.planned(tables) for tables, own in sharing.items() if len(own) > 1)
+    exchanges = passing.planned([tables for tables, own in sharing.items() if len(own) > 1])
     direct = dict(near)
     for tables, own in sharing.items():
         for k in own:
@@ -76,7 +76,7 @@ class _Passing:
         hosts: Sequence[str],
         links: Links,
     ) -> None:
-        self._sharing = sharing
+        self._needed, self._sharing, self._links = needed, sharing, links
         self._by_host = {tables: _by_host(hosts, own) for tables, own in sharing.items()}
         leaving: dict[Workers, float] = {}
         arriving: dict[Workers, float] = {}
@@ -89,12 +89,25 @@ class _Passing:
         self.leaving = flows_of(leaving, links)
         self.taking = flows_of(arriving, links, ingress=True)
 
-    def planned(self, tables: Tables) -> PlannedExchange:
-        own = self._by_host[tables]
-        port = {k: n for workers in own for k, n in zip(workers, self.taking[workers], strict=True)}
-        ports = [port[k] for k in self._sharing[tables]]
-        entries = self.leaving.get(self._sharing[tables], ports)
-        return PlannedExchange(tables, self._sharing[tables], _shares(entries), _shares(ports))
+    def planned(self, exchanged: Iterable[Tables]) -> tuple[PlannedExchange, ...]:
+        """Return the exchanges of these, in their order.
+
+        Whoever has the largest share of an exchange gets its first group, and a small one has no other. So of
+        those with the same share one has a little more: in each exchange another one.
+        """
+        found: dict[Tables, PlannedExchange] = {}
+        num_first = [0] * len(self._links.nics)
+        for tables in sorted(exchanged, key=lambda tables: (-self._needed[tables], tables)):
+            members = self._sharing[tables]
+            nics = [self._links.of_worker[k] for k in members]
+            port = {k: n for own in self._by_host[tables] for k, n in zip(own, self.taking[own], strict=True)}
+            ports = [port[k] for k in members]
+            entries = _shares(self.leaving.get(members, ports))
+            first = min(range(len(nics)), key=lambda k: (-entries[k], num_first[nics[k]]))
+            num_first[nics[first]] += 1
+            entries[first] += 1
+            found[tables] = PlannedExchange(tables, members, tuple(entries), tuple(_shares(ports)))
+        return tuple(found[tables] for tables in sorted(found))
 
 
 def _by_host(hosts: Sequence[str], workers: Workers) -> list[Workers]:
@@ -104,9 +117,9 @@ def _by_host(hosts: Sequence[str], workers: Workers) -> list[Workers]:
     return [tuple(own) for _, own in sorted(found.items())]
 
 
-def _shares(flows: Sequence[float]) -> tuple[int, ...]:
+def _shares(flows: Sequence[float]) -> list[int]:
     total = sum(flows)
-    return tuple(max(1, round(SHARES * flow / total)) if total else 1 for flow in flows)
+    return [max(1, round(SHARES * flow / total)) if total else 1 for flow in flows]
 
 
 Flows = Mapping[Workers, Sequence[float]]

@@ -65,18 +65,23 @@ def test_show_a_description_and_save_it(
     text = ran(capsys, "show", model, *TRAINERS, *ROLLOUTS, "--save", str(saved), "--svg", str(picture))
     assert "12 workers on 3 hosts" not in text  # eight GPUs on a host by default
     assert "12 workers on 2 hosts" in text
-    assert sum("|" in line for line in text.splitlines()) == 12  # a row for each who writes
+    assert sum("|" in line for line in text.splitlines()) == 11  # a row for each who writes
     shown = msgspec.json.decode(ran(capsys, "show", str(saved), "--json"), type=Shown)
     assert shown.fingerprint == restored(saved.read_bytes()).fingerprint
     assert shown.fingerprint[:12] in text
     sums = [sum(row) for row in shown.traffic.nbytes]
     by_name = {group.name: group for group in shown.groups}
     assert sum(sums) == sum(group.sent_nbytes for group in shown.groups)
-    assert 2 * by_name["trainer/train"].sent_nbytes == sum(sums)  # engines of one host pass the other half on
+    report = msgspec.json.decode(ran(capsys, "explain", str(saved), "--json"), type=Report)
+    assert (
+        by_name["trainer/train"].sent_nbytes == report.explanation.model_nbytes
+    )  # rollouts pass the rest on
+    passed_on = {name: group.sent_nbytes for name, group in by_name.items() if name != "trainer/train"}
+    assert all(passed_on.values()) and sum(passed_on.values()) == report.explanation.relayed_nbytes
     assert sum(sums) == sum(group.got_nbytes for group in shown.groups)
     cells = [e for e in ElementTree.parse(picture).iter() if e.tag.endswith("rect") and len(e)]
     titles = [cell[0].text or "" for cell in cells]
-    assert len(cells) == 12 * 8
+    assert len(cells) == 11 * 8
     assert any(title.startswith("trainer/train[0] -> rollout/engine0.000[0]: ") for title in titles)
 
 
@@ -104,8 +109,9 @@ def test_explain_names_bound_loads_and_who_is_on_the_busiest_link(
     assert sum(carried.nbytes for carried in report.carried) == report.busiest.nbytes
     assert sum(carried.share for carried in report.carried) == pytest.approx(1)
     assert {c.name: c.num_links for c in report.classes} == {
-        "trainer egress": 2, "rollout egress": 2, "rollout ingress": 3,
+        "trainer egress": 2, "rollout egress": 2, "rollout ingress": 3, "inside a host": 8,
     }  # fmt: skip
+    assert set(told.ingress_nbytes.values()) == {told.model_nbytes}  # each element once
     text = ran(capsys, "explain", str(job), "--top", "2")
     assert "lower bound" in text and f"ratio {told.ratio:.3f}" in text
     assert f"{told.copies_sent:.2f} copies" in text
@@ -118,7 +124,18 @@ def test_a_saved_plan_says_nothing_of_links_until_it_is_told(
     saved = tmp_path / "a.plan"
     ran(capsys, "show", model, *TRAINERS, *ROLLOUTS, "--save", str(saved))
     assert "nothing is known of the links" in ran(capsys, "explain", str(saved))
-    assert "rollout-host000/nic7" in ran(capsys, "explain", str(saved), "--nics-per-host", "8", "--json")
+    report = msgspec.json.decode(
+        ran(capsys, "explain", str(saved), "--nics-per-host", "8", "--json"), type=Report
+    )
+    loads = {(load.link, load.direction): load.nbytes for load in report.explanation.loads}
+    assert set(loads) == {
+        *((f"trainer-host000/nic{2 * k}", "egress") for k in range(4)),
+        *(
+            (f"rollout-host000/nic{k}", "ingress") for k in range(7)
+        ),  # what seven sets of ranks need: a group each
+    }
+    assert sum(loads.values()) == 2 * report.explanation.model_nbytes
+    assert report.explanation.ratio < 1.01
     assert "rollout-host000/nic0" in ran(capsys, "explain", str(tmp_path), "--nics-per-host", "1", "--json")
 
 
