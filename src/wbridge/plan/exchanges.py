@@ -17,7 +17,7 @@ from wbridge.plan.topology import Links, Topology, find_links, with_all_hosts
 from wbridge.plan.types import PlannedExchange
 
 SHARES: Final = 1_000_000
-"""Shares of a group's members sum to about this: one more for a member is nothing to the shares of thousands."""
+"""Shares of a group's members sum to about this; one more is nothing, though there be thousands."""
 
 GROUPS_PER_MEMBER: Final = 32
 LEAST_GROUPS: Final = 128
