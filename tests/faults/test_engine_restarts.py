@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -98,6 +99,30 @@ async def test_an_engine_that_comes_late_joins_in_the_next_epoch(mode: str, tmp_
                 deliveries, _ = await job.update(version)
                 assert job.holds(version)
                 assert await deliveries[0].applied() == {"engine-0": "applied", "engine-1": "applied"}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_c59_an_engine_that_comes_and_goes_ten_times_costs_the_others_no_version(
+    mode: str, tmp_path: Path
+) -> None:
+    """How often it is started again is its operator's to say; what it costs the others is not."""
+    async with running(tmp_path, mode, engines={"engine-0": 2}) as job:
+        threads = threading.active_count()
+        for attempt in range(10):
+            restless = Rollout("engine-1")
+            receiver = wbridge.ReceiverAdapter(
+                restless.target, rendezvous=rendezvous(tmp_path), config=settings(mode, 1)
+            )
+            async with receiver:
+                await receiver.connect()
+                both = Job(job.trainers, [*job.rollouts, restless], job.senders, [*job.receivers, receiver])
+                await both.update(2 * attempt + 1)
+                assert both.holds(2 * attempt + 1)
+            deliveries, _ = await job.update(2 * attempt + 2)
+            assert job.holds(2 * attempt + 2)
+            assert (await deliveries[0].applied())["engine-0"] == "applied"
+        live = [name for name, engine in job.senders[0].engines.items() if engine.live]
+        assert (live, threading.active_count()) == (["engine-0"], threads)
 
 
 @pytest.mark.parametrize("lost", [0, 2])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, cast
 
 import msgspec
 
@@ -42,7 +43,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout worker: its live parameters, and the loader that says how they relate to the checkpoint.
 
     `worker.group` is the engine's name. `atomic` lists sets of checkpoint tensors that `load_weights`
-    needs in one call. `load_assembled` takes whole checkpoint tensors where arithmetic in the loader
+    needs in one call. What of `buffers` the loader feeds is updated like a parameter; the rest is left
+    alone. `load_assembled` takes whole checkpoint tensors where arithmetic in the loader
     (quantising, repacking) makes direct writes impossible; it defaults to `load_weights`.
     `after_apply` runs on the worker when all parameters are written, before the update counts as
     applied (re-pack, re-derive).
@@ -61,6 +63,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check(self, "rollout")
+
+    @property
+    def destinations(self) -> Tensors:
+        """All that the loader may feed, as it is now: parameters and buffers."""
+        return ChainMap(
+            *(cast("MutableMapping[str, Any]", names) for names in (self.parameters, self.buffers))
+        )
 
 
 def described_by(description: object, kind: type[Source] | type[Target]) -> WorkerId:

@@ -262,7 +262,7 @@ class Rollout:
     async def open(self, config: Config, secret: bytes, tasks: anyio.abc.TaskGroup, host: str) -> Addresses:
         self._tasks = tasks
         assert self._worker.source_map is not None
-        self._destinations = Destinations(self._target.parameters, self._worker.source_map)
+        self._destinations = Destinations(self._target.destinations, self._worker.source_map)
         transport = await self._worker.open_transports(config, tasks, self._frame)
         lockstep = Lockstep(self._target.worker, config, secret=secret, worker=self)
         address = await lockstep.open(tasks, host)

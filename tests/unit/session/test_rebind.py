@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 import torch
 
@@ -110,3 +112,38 @@ async def test_it_is_called_between_steps_of_a_connected_adapter(tmp_path: Path)
     async with running(tmp_path, num_trainers=1, engines={"engine-0": 1}) as job:
         with job.receivers[0].step(), pytest.raises(ProtocolError, match="between steps"):
             await job.receivers[0].rebind()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_c40_all_that_a_sleeping_engine_lost_is_restored_with_buffers_and_what_is_derived(
+    mode: str, tmp_path: Path
+) -> None:
+    buffers: dict[str, torch.Tensor] = {}
+    derived = torch.zeros(16)
+
+    def with_buffers(_: int, target: wbridge.Target) -> wbridge.Target:
+        parameters = target.parameters
+        buffers["norm"] = parameters["norm"]
+        rest = {name: tensor for name, tensor in parameters.items() if name != "norm"}
+
+        def load_weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            assert target.load_weights is not None
+            target.load_weights(tensors)
+
+        def derive() -> None:
+            derived.copy_(buffers["norm"] * 2)
+
+        return msgspec.structs.replace(
+            target, parameters=rest, buffers=buffers, load_weights=load_weights, after_apply=derive
+        )
+
+    async with running(tmp_path, mode, engines={"engine-0": 1}, retarget=with_buffers) as job:
+        await job.update(1)
+        assert job.holds(1)
+        for tensor in (*job.rollouts[0].parameters.values(), *buffers.values(), derived):
+            tensor.fill_(float("nan"))  # as memory that was given away and came back where it was
+        await job.receivers[0].rebind()
+        assert job.receivers[0].version is None
+        await job.update(2)
+        assert job.holds(2)
+        assert derived.equal(job.rollouts[0].expected(2)["norm"] * 2)

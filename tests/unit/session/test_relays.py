@@ -86,6 +86,25 @@ async def test_engines_of_any_layouts_take_one_copy_together(
         assert sent(job.receivers) == 2 * (received - COPY_NBYTES)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@virtual
+async def test_c68_models_of_one_process_with_equal_names_each_go_down_a_chain_of_their_own(
+    mode: str, tmp_path: Path
+) -> None:
+    """A target and its draft: two jobs, whose engines bear the same names and pass on what they received."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "draft").mkdir()
+    async with (
+        exchanging(tmp_path / "target", mode, relay_patience_s=60.0) as target,
+        exchanging(tmp_path / "draft", mode, relay_patience_s=60.0) as draft,
+    ):
+        for version in (1, 2):
+            await gather(lambda v=version: target.update(v), lambda v=version: draft.update(10 + v))
+            assert target.holds(version) and draft.holds(10 + version)
+        for job in (target, draft):
+            assert (sent(job.senders), sent(job.receivers)) == (2 * COPY_NBYTES, 4 * COPY_NBYTES)
+
+
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
 @virtual
