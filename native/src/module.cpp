@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "bytes.hpp"
+#include "places.hpp"
 #include "pool.hpp"
 #include "ring.hpp"
 #include "table.hpp"
@@ -15,6 +16,7 @@ namespace nb = nanobind;
 namespace {
 
 using wbridge::Bytes;
+using wbridge::Places;
 using wbridge::Pool;
 using wbridge::Table;
 
@@ -34,7 +36,7 @@ Pool &pool() {
 
 NB_MODULE(_core, module) {
     module.doc() = "Strided copies between parameters and slots, outside the GIL.";
-    module.attr("INTERFACE") = 2;
+    module.attr("INTERFACE") = 3;
 
     module.def("num_threads", [] { return pool().num_threads(); },
                "Return how many threads one copy may use, the calling one included.");
@@ -72,4 +74,12 @@ NB_MODULE(_core, module) {
             "Copy to or from `slot` at byte `base`, without the GIL.")
         .def_prop_ro("nbytes", &Table::nbytes, "Bytes that one run writes.")
         .def_prop_ro("num_pieces", &Table::num_pieces, "Parts that the copies were cut into.");
+
+    nb::class_<Places>(module, "Places", "Where the tensors of a mapping were when this was built.")
+        .def(nb::init<nb::handle, nb::tuple, nb::sequence>(), nb::arg("tensor_type"), nb::arg("names"), nb::arg("tensors"),
+             nb::sig("def __init__(self, tensor_type: type, names: tuple[str, ...], "
+                     "tensors: collections.abc.Sequence[object]) -> None"))
+        .def("moved", &Places::moved, nb::arg("parameters"), nb::arg("begin"), nb::arg("end"),
+             nb::sig("def moved(self, parameters: collections.abc.Mapping[str, object], begin: int, end: int) -> list[str]"),
+             "Return the names, from number `begin` to `end`, whose tensors lie elsewhere or cannot be looked at.");
 }

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from wbridge.discovery.places import place_of, places_of
 from wbridge.errors import LayoutError
 
 _SHOWN = 5
@@ -21,13 +22,6 @@ class Owner(NamedTuple):
     attribute: str
 
 
-class _Place(NamedTuple):
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Bindings:
     """Where the live tensors of a worker were when they were bound."""
 
@@ -37,15 +31,15 @@ class Bindings:
         self._parameters = parameters
         self._owners = owners
         self._tensors = {name: parameters[name] for name in names}
-        self._names = tuple(self._tensors)
         self._next = 0
-        self._places = {name: _place(tensor) for name, tensor in self._tensors.items()}
+        self._befores = {name: place_of(tensor) for name, tensor in self._tensors.items()}
+        self._places = places_of(tuple(self._tensors), list(self._tensors.values()))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._tensors)
 
     def check(self) -> None:
         """Return if every tensor is where it was.
@@ -53,7 +47,7 @@ class Bindings:
         Raises:
             LayoutError: some were replaced, moved or reshaped; the message names them and says how.
         """
-        if moved := self._moved(self._places):
+        if moved := self._moved(0, len(self._tensors)):
             raise LayoutError(
                 f"{moved} no longer alias the live parameters. Updates would go to dead memory: bind and "
                 "discover after the step that replaces parameters, or keep it from replacing them"
@@ -66,31 +60,26 @@ class Bindings:
             LayoutError: as `check`.
         """
         end = self._next + count
-        if moved := self._moved({name: self._places[name] for name in self._names[self._next : end]}):
+        if moved := self._moved(self._next, end):
             raise LayoutError(
                 f"{moved} are not where they were when this epoch began. What they left there would be sent: "
                 "write into parameters instead of replacing them, or let all ranks call reconfigure(mode=...)"
                 " after that, with the mode they have, which takes them where they are"
             )
-        self._next = end if end < len(self._names) else 0
+        self._next = end if end < len(self._tensors) else 0
 
-    def _moved(self, places: Mapping[str, _Place]) -> str:
+    def _moved(self, begin: int, end: int) -> str:
         """Name which of these have moved, and how, as the begin of an error; nothing if none has."""
-        # Runs at every update over every tensor: no Python function per tensor while nothing has moved.
-        find, owners = self._parameters.get, self._owners
-        with torch.no_grad():
-            suspects = [
-                name
-                for name, place in places.items()
-                if owners
-                or (found := find(name)) is None
-                or (found.data_ptr(), found.shape, found.stride(), found.dtype) != place
-            ]
+        if self._owners:
+            suspects = list(self._tensors)[begin:end]
+        else:
+            with torch.no_grad():
+                suspects = self._places.moved(self._parameters, begin, end)
         moved = [f"{name}: {how}" for name in suspects if (how := self._how_moved(name))]
         if not moved:
             return ""
         rest = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
-        return f"{len(moved)} of {len(self._places)} tensors ({'; '.join(moved[:_SHOWN])}{rest})"
+        return f"{len(moved)} of {len(self._tensors)} tensors ({'; '.join(moved[:_SHOWN])}{rest})"
 
     def bind_again(self) -> Bindings:
         """Remember where the same parameters lie now, of a mapping that shows replaced ones.
@@ -98,22 +87,22 @@ class Bindings:
         Raises:
             LayoutError: some are gone, or have another shape, dtype or strides; the message names them.
         """
-        hows = {name: self._how_moved(name) for name in self._places}
+        hows = {name: self._how_moved(name) for name in self._tensors}
         changed = [f"{name}: {how}" for name, how in hows.items() if how not in ("", _STORAGE, _OBJECT)]
         if changed:
             rest = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             raise LayoutError(
-                f"{len(changed)} of {len(self._places)} parameters are not laid out as before: "
+                f"{len(changed)} of {len(self._tensors)} parameters are not laid out as before: "
                 f"{'; '.join(changed[:_SHOWN])}{rest}; close this adapter, and connect with a new one"
             )
-        return Bindings(self._parameters, self._places, self._owners)
+        return Bindings(self._parameters, self._tensors, self._owners)
 
     def _how_moved(self, name: str) -> str:
-        owner, before = self._owners.get(name), self._places[name]
+        owner, before = self._owners.get(name), self._befores[name]
         found = getattr(owner.object, owner.attribute, None) if owner else self._parameters.get(name)
         if not isinstance(found, torch.Tensor):
             return "deleted"
-        now = _place(found)
+        now = place_of(found)
         if now.shape != before.shape:
             return f"shape {before.shape} became {now.shape}"
         if now.dtype != before.dtype:
@@ -150,7 +139,3 @@ def owners_of(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> dic
         if path in modules and hasattr(modules[path], attribute):
             owners[name] = Owner(modules[path], attribute)
     return owners
-
-
-def _place(tensor: torch.Tensor) -> _Place:
-    return _Place(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)

@@ -1,8 +1,10 @@
 """Strided copies between parameters and slots, outside the GIL."""
 
+from collections.abc import Mapping, Sequence
+
 from typing_extensions import Buffer
 
-INTERFACE: int = 2
+INTERFACE: int = 3
 
 def num_threads() -> int:
     """Return how many threads one copy may use, the calling one included."""
@@ -27,3 +29,12 @@ class Table:
     @property
     def num_pieces(self) -> int:
         """Parts that the copies were cut into."""
+
+class Places:
+    """Where the tensors of a mapping were when this was built."""
+
+    def __init__(self, tensor_type: type, names: tuple[str, ...], tensors: Sequence[object]) -> None: ...
+    def moved(self, parameters: Mapping[str, object], begin: int, end: int) -> list[str]:
+        """
+        Return the names, from number `begin` to `end`, whose tensors lie elsewhere or cannot be looked at.
+        """

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 from wbridge.errors import NativeUnavailable
 
 if TYPE_CHECKING:
-    from wbridge.native._core import Table
+    from wbridge.native._core import Places, Table
 
-_INTERFACE: Final = 2
+_INTERFACE: Final = 3
 """Counts up with each change of what the extension offers, so that an old build is not used."""
 _REMEDY: Final = "install wbridge again where a C++ compiler is (`apt-get install g++`), `pip install -e .`"
 
@@ -35,6 +35,16 @@ def table_type() -> type[Table]:
     """
     table: type[Table] = _load().Table
     return table
+
+
+def places_type() -> type[Places]:
+    """Return the native record of where tensors lie.
+
+    Raises:
+        NativeUnavailable: as above.
+    """
+    places: type[Places] = _load().Places
+    return places
 
 
 def num_copy_threads() -> int:
