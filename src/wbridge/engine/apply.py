@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 
@@ -17,8 +19,12 @@ class Destinations:
     """The tensors that slots are scattered into: live parameters, and checkpoint tensors assembled for
     the backend's own loader where it computes instead of copying."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], source_map: SourceMap) -> None:
-        self._live = parameters
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        source_map: SourceMap,
+    ) -> None:
         self._assembled = {
             name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
             for name, spec in source_map.parameters.items()
@@ -26,7 +32,9 @@ class Destinations:
         }
         self._names = tuple(n for n in source_map.parameters if n not in self._assembled)
         self._opaque = source_map.opaque
-        self._bindings: Bindings = bind(parameters, names=self._names)
+        # Most loaders feed no buffers, and a dict is looked at without Python for each name.
+        self._live = parameters if all(n in parameters for n in self._names) else _both(parameters, buffers)
+        self._bindings: Bindings = bind(self._live, names=self._names)
         self.tensors: dict[str, torch.Tensor] = {}
         """Every tensor that the plan may name, by its name in the plan; other ones after `rebinding`."""
         self._find()
@@ -70,3 +78,10 @@ class Destinations:
                 load_assembled((n.removeprefix(ASSEMBLED), t) for n, t in self._assembled.items())
         if after_apply is not None:
             after_apply()
+
+
+def _both(
+    first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The two as one, which shows what is replaced in either."""
+    return ChainMap(cast("dict[str, torch.Tensor]", first), cast("dict[str, torch.Tensor]", second))

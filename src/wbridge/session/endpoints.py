@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -63,13 +62,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check(self, "rollout")
-
-    @property
-    def destinations(self) -> Tensors:
-        """All that the loader may feed, as it is now: parameters and buffers."""
-        return ChainMap(
-            *(cast("MutableMapping[str, Any]", names) for names in (self.parameters, self.buffers))
-        )
 
 
 def described_by(description: object, kind: type[Source] | type[Target]) -> WorkerId:

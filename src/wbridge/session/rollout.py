@@ -221,10 +221,8 @@ class Rollout:
         self.serving = Serving(tainted=reason)
 
     def step(self, on_success: Callable[[], None] | None = None) -> Step:
-        def version() -> int | None:
-            return self.serving.usable(self._target.worker)
-
-        return Step(self.gate, version, on_success, self._worker.step_ends)
+        who = self._target.worker
+        return Step(self.gate, lambda: self.serving.usable(who), on_success, self._worker.step_ends)
 
     def rebind(self) -> Script[None]:
         """See `wbridge.ReceiverAdapter.rebind`."""
@@ -262,7 +260,8 @@ class Rollout:
     async def open(self, config: Config, secret: bytes, tasks: anyio.abc.TaskGroup, host: str) -> Addresses:
         self._tasks = tasks
         assert self._worker.source_map is not None
-        self._destinations = Destinations(self._target.destinations, self._worker.source_map)
+        target = self._target
+        self._destinations = Destinations(target.parameters, target.buffers, self._worker.source_map)
         transport = await self._worker.open_transports(config, tasks, self._frame)
         lockstep = Lockstep(self._target.worker, config, secret=secret, worker=self)
         address = await lockstep.open(tasks, host)
