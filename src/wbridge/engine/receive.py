@@ -269,20 +269,25 @@ class ReceiveEngine:
             wants_slots=lambda: self._ring.wants_slots,
         )
         self._scatters = scatters
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(scatters.run)
-            try:
-                await self._start_all(ticket, after, scatters)
-            except UpdateAborted as exc:
-                aborted = exc
-            finally:
-                scatters.close()
+        why, is_cut_short = "an apply was cut short; please report it", False
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(scatters.run)
+                try:
+                    await self._start_all(ticket, after, scatters)
+                except UpdateAborted as exc:
+                    aborted = exc
+                finally:
+                    scatters.close()
+        finally:
+            if not scatters.is_over:
+                is_cut_short = True
+                self.abort(ticket, why)
+                await scatters.run()  # what was started stops all the same, and its slots are given back
         if error := scatters.error or aborted:
             raise error
-        if self.num_written < len(self._groups) or not scatters.is_over:
-            why = "an apply was cut short; please report it"
+        if is_cut_short or self.num_written < len(self._groups):
             self.abort(ticket, why)
-            await scatters.run()  # what was started stops all the same, and its slots are given back
             raise InternalError(f"{self._context.worker}: {why}")
 
     async def rebind(self) -> None:

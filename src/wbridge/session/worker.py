@@ -39,7 +39,7 @@ from wbridge.plan.types import WorkerPlan
 from wbridge.session.endpoints import Source, Target
 from wbridge.session.member import HostCoordinator, Job, Member, Role
 from wbridge.session.portal import Call, Loop, open_loop
-from wbridge.session.script import Run, Script, Wait
+from wbridge.session.script import Run, Script, Wait, first_done
 from wbridge.session.verification import Holdings
 from wbridge.transport.host import host_identity, process_token
 from wbridge.transport.select import Transports, open_transports
@@ -129,7 +129,8 @@ class Worker:
         member = self._member = Member(self.job, role, self.source_map, timeout_s)
         host = self._host_coordinator if self._hosts_coordinator else None
         running = self._running = self.loop.submit(lambda: self._run(member, host))
-        yield Wait(member.connected, lambda: self.loop.cancel(running))
+        yield Wait(first_done(member.connected, running.finished), lambda: self.loop.cancel(running))
+        (member.connected if member.connected.done() else running.finished).result()
 
     def stream_of_caller(self, given: AnyStream | None = None) -> Stream:
         """The stream that the application has given, else the calling thread's current one.
