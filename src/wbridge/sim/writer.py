@@ -19,11 +19,14 @@ Share = Mapping[int, Iterable[Piece]]
 
 
 class _Mail:
-    """Puts to one receiver: a few at once between hosts, since each is gathered into a slot of its own."""
+    """Puts to one receiver: a few at once between hosts, since each is gathered into a slot of its own. The
+    bytes of one go over the connection after those of the other."""
 
     def __init__(self, free: int) -> None:
         self.free = free
         self.waiting: deque[Callable[[], None]] = deque()
+        self.gathered: deque[Callable[[], None]] = deque()
+        """The first of these moves."""
 
 
 class Writer:
@@ -116,13 +119,26 @@ class Writer:
         hops = self._world.fabric.hops(self._index, receiver)
         moved = partial(self._moved, put, receiver)
         move = partial(self._world.network.send, hops, nbytes, moved)
-        if self.was_read is not None and not self._world.fabric.is_local(self._index, receiver):
-            self.was_read(put)  # it is in a slot of ours, for this receiver
+        if not self._world.fabric.is_local(self._index, receiver):
+            if self.was_read is not None:
+                self.was_read(put)  # it is in a slot of ours, for this receiver
+            move = partial(self._in_turn, self._mail[receiver], move)
         self._world.handle(self._index, move, times=copies)
+
+    @staticmethod
+    def _in_turn(mail: _Mail, move: Callable[[], None]) -> None:
+        mail.gathered.append(move)
+        if len(mail.gathered) == 1:
+            move()
 
     def _moved(self, put: StartPut, receiver: int) -> None:
         """The last byte is through: the notification follows, and the acknowledgement comes back."""
-        if self.was_read is not None and self._world.fabric.is_local(self._index, receiver):
+        if not self._world.fabric.is_local(self._index, receiver):
+            gathered = self._mail[receiver].gathered
+            gathered.popleft()
+            if gathered:
+                gathered[0]()
+        elif self.was_read is not None:
             self.was_read(put)
         latency_s = self._world.fabric.latency_s(self._index, receiver)
         arrive = partial(self._readers[receiver].arrived, Arrived(put.ticket, put.group, put.piece))

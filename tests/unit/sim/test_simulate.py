@@ -105,6 +105,17 @@ def test_deeper_rings_never_wait_longer() -> None:
     assert times[0] > 1.1 * times[2]
 
 
+@pytest.mark.parametrize("num_engines", [4, 5])
+def test_a_connection_carries_one_put_after_the_other(num_engines: int) -> None:
+    """What is gathered early waits for its turn: it takes nothing from the group before it."""
+    config = Config(slot_nbytes=2**13, num_slots=12)
+    plan, topology = planned(job((Group(workers=2, tp=2, engines=num_engines),)), config, LARGER)
+    times = [
+        simulate(plan, msgspec.structs.replace(config, local_slots=n), topology, FREE).time_s for n in (1, 4)
+    ]
+    assert times[1] <= times[0] * 1.001
+
+
 FOLDED = [
     (job((Group(workers=2, tp=2, engines=4),)), 4),
     (job((Group(workers=2, tp=2, engines=4),), gpus_per_host=4), 4),  # two engines on one NIC
