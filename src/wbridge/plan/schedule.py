@@ -16,8 +16,9 @@ ALIGNMENT = 8
 DIRECT_SLOTS = 4
 """Slots of a direct ring unless the configuration says otherwise."""
 
-PASSING_SLOTS = 12
-"""The same for a rollout that takes part in an exchange: groups then come by up to three hops."""
+PASSING_SLOTS = 24
+"""The same for a rollout that takes part in an exchange: groups then come by up to three hops, and credits
+and notifications of each wait behind the bytes of others. With 12 the trainers' link waited for credits."""
 
 
 class Inflow(msgspec.Struct, frozen=True):

@@ -109,3 +109,10 @@ def test_atomic_sets_that_share_a_tensor_become_one() -> None:
 def test_ring_slots(num_slots: int, num_groups: int, staging: str, slots: int) -> None:
     config = Config(num_slots=num_slots)
     assert ring_slots(config, num_groups, staging) == slots  # type: ignore[arg-type]  # literals above
+
+
+def test_a_ring_whose_slots_are_kept_for_others_has_more_of_them() -> None:
+    """A group and the credits for it pass several full links; the trainers' own is to wait for none."""
+    assert ring_slots(Config(), 128, "direct", passes_on=True) == 6 * ring_slots(Config(), 128, "direct")
+    assert ring_slots(Config(num_slots=3), 128, "direct", passes_on=True) == 3
+    assert ring_slots(Config(), 5, "direct", passes_on=True) == 5
