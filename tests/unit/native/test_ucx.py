@@ -81,6 +81,17 @@ def test_a_put_has_arrived_when_it_is_over(workers: tuple[Worker, Worker], watch
     there.unmap(region)
 
 
+def test_a_worker_looks_around_before_it_sleeps(workers: tuple[Worker, Worker]) -> None:
+    there, here = workers
+    route = here.connect(there.address, watched=False)
+    before = there.num_wakeups
+    for _ in range(500):
+        here.send_frame(route, b"frame")
+        happened(there, 1)
+        happened(here, 1)
+    assert there.num_wakeups - before < 400  # on a busy machine it may be late for some
+
+
 @pytest.mark.parametrize("num_runs", [0, 1, 3000])
 def test_runs_are_over_together(workers: tuple[Worker, Worker], num_runs: int) -> None:
     there, here = workers
