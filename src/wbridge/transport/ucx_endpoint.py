@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 import anyio
@@ -127,7 +127,7 @@ class UcxxEndpoint:
                     if grant is None:
                         await self._put_large(source, remote, notify)
                     else:
-                        await self._write(grant, source.nbytes, lambda w: w.start(grant, source), notify)
+                        await self._write(grant, source, notify)
             self._counters.add_put(source.nbytes)
 
     async def _put_runs(self, remote: RemoteSlot, runs: Runs, notify: bytes) -> None:
@@ -139,7 +139,7 @@ class UcxxEndpoint:
             )
         with self._operations.run():
             async with self._large:
-                await self._write(grant, runs.nbytes, lambda w: w.start_runs(grant, runs), notify)
+                await self._write(grant, runs, notify)
             self._counters.add_put(runs.nbytes)
 
     async def send(self, payload: bytes) -> None:
@@ -269,17 +269,11 @@ class UcxxEndpoint:
                 self._send(Drop(self.connection, remote.token))
             raise
 
-    async def _write(
-        self,
-        grant: Grant,
-        nbytes: int,
-        start: Callable[[Writing], Awaitable[Transfer | None]],
-        notify: bytes,
-    ) -> None:
+    async def _write(self, grant: Grant, source: memoryview | Runs, notify: bytes) -> None:
         """Write into the peer's memory, and notify once the bytes are there."""
         if self._writing is None or grant.connection != self.connection:
             return  # granted to another connection, which is over
-        transfer = await start(self._writing)
+        transfer = await self._writing.start(grant, source)
         if transfer is None:
             return
         await transfer.stopped.wait()
@@ -287,7 +281,7 @@ class UcxxEndpoint:
         async with self._order:
             await self._room.acquire()
             self._send(End(self.connection, grant.encode(), notify))
-        self._counters.add_one_sided(nbytes)
+        self._counters.add_one_sided(source.nbytes)
 
     def _forsake_writing(self) -> None:
         if self._writing is not None:

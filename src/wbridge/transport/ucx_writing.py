@@ -52,37 +52,25 @@ class Writing:
         self._forgotten.add(region.number)
         self._tell()
 
-    async def start(self, grant: Grant, source: memoryview) -> Transfer | None:
-        """Start to write the slot. None: it was taken back, or written before. Cancelled: not started."""
-        window = await self._window(grant, grant.offset + source.nbytes)
+    async def start(self, grant: Grant, source: memoryview | Runs) -> Transfer | None:
+        """Start to write the slot, or places in the memory that it is a part of. None: it was taken back, or
+        written before. Cancelled: not started."""
+        end = source.end if isinstance(source, Runs) else grant.offset + source.nbytes
+        window = await self._window(grant, end)
         if window is None:
             return None
-        return self._started(
-            grant,
-            self._worker.put(
-                self._route,
-                source,
-                remote=window.address + grant.offset,
-                key=window.key,
-                then=lambda _: self._stopped(grant),
-            ),
-        )
 
-    async def start_runs(self, grant: Grant, runs: Runs) -> Transfer | None:
-        """The same with places in the memory that the slot is a part of."""
-        window = await self._window(grant, runs.end)
-        if window is None:
-            return None
-        return self._started(
-            grant,
-            self._worker.put_runs(
-                self._route,
-                runs,
-                remote=window.address,
-                key=window.key,
-                then=lambda _: self._stopped(grant),
-            ),
-        )
+        def stopped(_: Transfer) -> None:
+            self._stopped(grant)
+
+        if isinstance(source, Runs):
+            place = window.address
+            transfer = self._worker.put_runs(self._route, source, remote=place, key=window.key, then=stopped)
+        else:
+            place = window.address + grant.offset
+            transfer = self._worker.put(self._route, source, remote=place, key=window.key, then=stopped)
+        self._running[grant] = transfer
+        return transfer
 
     async def _window(self, grant: Grant, end: int) -> _Window | None:
         """Take the grant, for bytes up to `end`."""
@@ -96,10 +84,6 @@ class Writing:
         if end > window.nbytes:
             raise ProtocolError(f"a slot up to byte {end} reaches out of memory of {window.nbytes} bytes")
         return window
-
-    def _started(self, grant: Grant, transfer: Transfer) -> Transfer:
-        self._running[grant] = transfer
-        return transfer
 
     def revoke(self, grant: Grant) -> None:
         """Write the slot no more, and say so once that is true."""
