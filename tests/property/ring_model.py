@@ -242,6 +242,9 @@ class RingWorld:
                 self.takes_back[action.slot] = action.ticket
                 if not action.ticket:
                     self.unproven |= {(action.slot, writer) for writer in action.writers}
+                for writer in action.writers:
+                    if action.ticket and self.writers[writer].dead:
+                        self.receive(self.ring.taken_back(action.slot, action.ticket, writer))
             elif isinstance(action, ReplaceSlot):
                 self.generation[action.slot] += 1
                 self.receive(self.ring.replaced(action.slot))
@@ -301,13 +304,14 @@ class RingWorld:
         self.write(name, writer.outgoing.flushed("R", *writer.flushes.pop(0)))
 
     def die(self, name: str) -> None:
-        """It is noticed once nothing of it flies any more, and its ticket is aborted for it."""
+        """Nothing of it flies any more, which the transport proves, and its ticket is aborted for it."""
         self.budget["death"] -= 1
         writer = self.writers[name]
         writer.dead = True
         writer.control, writer.credits, writer.flying, writer.flushes = [], [], [], []
         writer.freed = {1, 2}
-        self.receive(self.ring.writer_dead(name))
+        for slot, ticket in list(self.takes_back.items()):
+            self.receive(self.ring.taken_back(slot, ticket, name))
         if not self.aborted:
             self.aborted = 1
             self.say("abort", 1)

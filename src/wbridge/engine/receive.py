@@ -378,7 +378,7 @@ class ReceiveEngine:
             for writer in fence.writers:
                 if await self._exposed.withdraw(fence.slot, fence.ticket, writer):
                     self._perform(self._ring.taken_back(fence.slot, fence.ticket, writer))
-            if self._ring.states[fence.slot] != "quarantined":
+            if not self._ring.is_quarantined(fence.slot):
                 return
             await anyio.sleep_forever()  # the writers may still say that they have stopped
         self._perform(self._ring.abandon(fence.slot, fence.ticket))

@@ -66,7 +66,7 @@ class ReceiverRing:
             start += count
         self._slots = [_Slot(index) for index in range(start)]
         # A ring may have thousands of slots, so no event looks at all of them while bytes arrive.
-        self._of_group: dict[tuple[int, int], int] = {}  # (ticket, group) -> slot
+        self._held: dict[int, dict[int, int]] = {}  # ticket -> group -> slot
         self._quarantined: set[int] = set()
         self._next = dict.fromkeys(self._stage_slots, 0)  # per stage: position of the next group
         self._grant: _Grant | None = None
@@ -74,11 +74,13 @@ class ReceiverRing:
         self._told_vacant = -1
         self._newest = 0
         self._stops: dict[int, set[tuple[str, int]]] = {}  # ticket -> (writer, group or -1), while it matters
-        self._dead: set[str] = set()
 
     @property
     def states(self) -> tuple[State, ...]:
         return tuple(slot.state for slot in self._slots)
+
+    def is_quarantined(self, slot: int) -> bool:
+        return self._slots[slot].state == "quarantined"
 
     @property
     def wants_slots(self) -> bool:
@@ -149,19 +151,11 @@ class ReceiverRing:
 
     def stopped(self, writer: str, message: Stopped) -> list[RingAction]:
         """The writer writes no more for the ticket, or for one group of it. It may overtake anything."""
-        held = any(slot.ticket == message.ticket for slot in self._slots)
+        held = self._held.get(message.ticket, {})
         if message.ticket > self._newest or held or self._current == message.ticket:
             self._stops.setdefault(message.ticket, set()).add((writer, message.group))
-        for slot in self._slots:
-            if slot.ticket == message.ticket and message.group in (-1, slot.group):
-                self._clear(slot, writer)
-        return self._go_on([])
-
-    def writer_dead(self, writer: str) -> list[RingAction]:
-        """Proof that the writer writes no more, nowhere."""
-        self._dead.add(writer)
-        for slot in self._slots:
-            self._clear(slot, writer)
+        for group in held if message.group == -1 else held.keys() & {message.group}:
+            self._clear(self._slots[held[group]], writer)
         return self._go_on([])
 
     def taken_back(self, slot: int, ticket: int, writer: str) -> list[RingAction]:
@@ -197,14 +191,13 @@ class ReceiverRing:
         """
         out: list[RingAction] = []
         self._void([])
-        self._of_group.clear()
+        self._held.clear()
         for index, slot in enumerate(self._slots):
             slot.ticket, slot.group = 0, -1
             if slot.state == "quarantined" and slot.may_write:
                 out.append(self._take_back(index))
         self._num_ended, self._told_vacant, self._newest = 0, -1, 0
         self._stops.clear()
-        self._dead.clear()
         return self._go_on(out)
 
     def draining(self, slot: int, ticket: int) -> bool:
@@ -250,12 +243,15 @@ class ReceiverRing:
         return 0 if self._grant is None else self._grant.ticket
 
     def _find(self, ticket: int, group: int) -> _Slot | None:
-        index = self._of_group.get((ticket, group))
+        index = self._held.get(ticket, {}).get(group)
         return None if index is None else self._slots[index]
 
     def _leave(self, slot: _Slot, state: State) -> None:
         """It is no group's any more."""
-        self._of_group.pop((slot.ticket, slot.group), None)
+        held = self._held.get(slot.ticket, {})
+        held.pop(slot.group, None)
+        if not held:
+            self._held.pop(slot.ticket, None)
         slot.state, slot.ticket, slot.group = state, 0, -1
 
     def _go_on(self, out: list[RingAction]) -> list[RingAction]:
@@ -268,7 +264,7 @@ class ReceiverRing:
             for stage, queue in self._grant.queues.items():
                 self._credit(stage, queue, out)
         if self._stops:
-            kept = {slot.ticket for slot in self._slots} | {self._current}
+            kept = {*self._held, self._current}
             for ticket in [t for t in self._stops if t <= self._newest and t not in kept]:
                 del self._stops[ticket]
         vacant = self._grant is None and all(slot.state == "free" for slot in self._slots)
@@ -288,7 +284,7 @@ class ReceiverRing:
             self._next[stage] += 1
             group = queue.pop(0)
             slot.state, slot.ticket, slot.group = "filling", self._grant.ticket, group
-            self._of_group[slot.ticket, group] = index
+            self._held.setdefault(slot.ticket, {})[group] = index
             slot.is_shared = False
             slot.barrier = Barrier(range(len(self._grant.writers[group])))
             for piece in range(len(self._grant.writers[group])):
@@ -300,7 +296,7 @@ class ReceiverRing:
         slot = self._slots[index]
         writer = self._grant.writers[slot.group][piece]
         stops = self._stops.get(slot.ticket, set())
-        if writer in self._dead or (writer, -1) in stops or (writer, slot.group) in stops:
+        if (writer, -1) in stops or (writer, slot.group) in stops:
             return  # it would never write, and never say so again
         slot.may_write.add((writer, piece))
         out.append(GiveCredit(writer, slot.ticket, slot.group, piece, index))
@@ -335,8 +331,8 @@ class ReceiverRing:
     def _void(self, out: list[RingAction]) -> None:
         if self._grant is None:
             return
-        for index, slot in enumerate(self._slots):
-            if slot.ticket == self._grant.ticket and slot.state in ("filling", "ready"):
+        for index in sorted(self._held.get(self._grant.ticket, {}).values()):
+            if self._slots[index].state in ("filling", "ready"):
                 self._vacate(index, out)
         self._end_grant()
 

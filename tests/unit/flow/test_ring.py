@@ -231,16 +231,6 @@ def test_an_abort_does_not_free_a_slot_that_is_being_read() -> None:
     assert machine.drained(0) == [ToLeader(Vacant(1))]
 
 
-def test_the_death_of_a_writer_is_proof() -> None:
-    machine = ring()
-    machine.grant(1, [AB, A])
-    machine.abort(1)
-    machine.writer_dead("A")
-    assert machine.states == ("quarantined", "free")
-    assert machine.writer_dead("B") == [ToLeader(Vacant(1))]
-    assert credits(machine.grant(2, [AB, A])) == []
-
-
 def test_the_transport_can_prove_that_a_writer_stays_away() -> None:
     machine = ring(1)
     machine.grant(1, [A])
