@@ -132,9 +132,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return self.mode.sender_staging == "direct"
 
     @property
-    def offers_are_parked(self) -> bool:
-        """Direct receiver staging: an engine offers only while its workers stand still."""
+    def lands_when_parked(self) -> bool:
+        """Direct receiver staging: no engine has a version before its workers stand still for it."""
         return self.mode.receiver_staging == "direct"
+
+    def takes_parked(self, num_groups: int) -> bool:
+        """Whether a rollout whose slots get that many groups of a version takes it only while its engine stands
+        still: with direct staging, unless it takes each version and gains nothing by applying one while the
+        rest still comes."""
+        return self.lands_when_parked and (num_groups > 1 or self.effective_delivery == "latest")
 
     @property
     def effective_delivery(self) -> Delivery:

@@ -146,7 +146,7 @@ async def test_c25_the_contiguous_copy_lives_until_the_slow_put_has_stopped() ->
     expected = live["p"].as_strided((4, 3), (1, 8), 1).clone()
     sender_staging = DirectSender(device, live, (piece,), local_slots=1)
     group = Group(receiver=ROLLOUT, index=0, nbytes=48, pieces=(piece,))
-    receiver_staging = DirectReceiver(device, written, (group,), num_slots=1)
+    receiver_staging = DirectReceiver(device, written, (group,), num_slots=1, takes_parked=True)
     async with faulty_pair() as (sender, receiver):
         endpoint = await sender.connect(receiver.address, "receiver")
         remote = receiver.expose(receiver_staging.slot_view(0, 0, 48), "sender")

@@ -23,7 +23,7 @@ DEPENDS_ON_THE_MODE = (
     "sender_staging",
     "receiver_staging",
     "source_held",
-    "offers_are_parked",
+    "lands_when_parked",
     "effective_delivery",
 )
 MODE_MAY_BE_READ_IN = (

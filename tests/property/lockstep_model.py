@@ -4,8 +4,8 @@ Channels between leader and workers are FIFO and arbitrarily slow. Steps depend 
 step ends when all have begun it; `pp`, a stage needs the stage before it, the first stage the last one's
 step two earlier; `free`, workers may be two steps apart. Checked: one step index, one version.
 
-Where bytes land: with pinned rings before the hold; `direct`, while all are parked; on the `small` workers
-as much as their ring takes before the hold, and the rest while all are parked.
+Where bytes land: with pinned rings before the hold; `direct`, while all are parked, but `early` as if pinned;
+on the `small` workers as much as their ring takes before the hold, and the rest while all are parked.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class LockstepWorld:
         num_workers: int = 2,
         num_tickets: int = 1,
         direct: bool = False,
+        early: bool = False,
         small: tuple[int, ...] = (),
         failures: int = 0,
         timeouts: int = 0,
@@ -83,7 +84,8 @@ class LockstepWorld:
         follower: type[Follower] = Follower,
     ) -> None:
         self.depends = depends
-        self.direct = direct
+        self.direct = direct  # versions are taken only while all are parked
+        self.early = early  # they count as landed only then
         self.brisk = brisk  # a step and its poll are one: the moments inside are not looked at
         self.slow_hooks = refusals > 0
         self.small = small
@@ -94,7 +96,7 @@ class LockstepWorld:
         self.workers = [Worker(follower) for _ in range(num_workers)]
         self.down: list[list[Any]] = [[] for _ in self.workers]
         self.up: list[list[Any]] = [[] for _ in self.workers]
-        self.leader = leader(num_workers, offers_when_parked=direct, max_poll_skew=8)
+        self.leader = leader(num_workers, lands_when_parked=direct or early, max_poll_skew=8)
         self.leader_lives = True
         self.num_tickets = num_tickets
         self.open = 0  # the ticket granted to the engine
@@ -107,10 +109,9 @@ class LockstepWorld:
         self.begin()
 
     def begin(self) -> None:
+        self.all_vacant()
         if self.direct:
             self.lead(self.leader.announced(Announced(1, 1, 1)))
-        else:
-            self.all_vacant()
 
     # What can happen ----------------------------------------------------------------------------------
 
@@ -347,6 +348,9 @@ class LockstepWorld:
             if self.asked and self.offer == message.offer:
                 self.asked = False
                 self.lead(self.leader.refused(OfferRefused(message.offer, "taken back")))
+        elif isinstance(message, Landed) and (self.direct or self.early):
+            if any(not worker.outcome and worker.phase != "waiting" for worker in self.workers):
+                self.fault = f"ticket {message.ticket} counts as landed while a worker is not parked"
         elif isinstance(message, Finished):
             self.open = 0
             self.finished.append(message.outcome)
@@ -359,7 +363,7 @@ class LockstepWorld:
 
     def all_vacant(self) -> None:
         for i in range(len(self.workers)):
-            self.lead(self.leader.vacant(i, Vacant(len(self.finished))))
+            self.lead(self.leader.vacant(i, Vacant(len(self.finished), parked=self.direct)))
 
     def grant(self) -> None:
         self.asked = False

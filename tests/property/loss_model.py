@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.property.lockstep_model import FOLLOW, LockstepWorld
 from wbridge.flow.actions import Separated, StartGrantTimer
-from wbridge.flow.messages import Announced, Finished, OfferRefused, Serve, WithdrawOffer
+from wbridge.flow.messages import Finished, OfferRefused, Serve, WithdrawOffer
 
 LOST = "coordinator lost"
 NEW = "new coordinator"
@@ -126,12 +126,6 @@ class LossWorld(LockstepWorld):
         self.to_all(FOLLOW)
         self.begin()
 
-    def begin(self) -> None:
-        if self.direct:
-            self.lead(self.leader.announced(Announced(1, 1, 1)))
-        else:
-            super().begin()
-
     def coordinate(self, message: Any) -> None:
         """What the leader says to a coordinator that is gone is lost; a new one drops the old epoch's."""
         alive = {"first": 1, "dead": 0, "second": 2}[self.coordinator]
@@ -145,6 +139,7 @@ class LossWorld(LockstepWorld):
     def all_vacant(self) -> None:
         for i in range(len(self.workers)):
             self.leader._vacant[i] = self.leader._num_ended
+        self.leader._parked = self.direct
         self.lead(self.leader._go_on([]))
 
     def good_end(self) -> bool:

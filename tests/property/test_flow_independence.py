@@ -26,7 +26,7 @@ class Fleet:
             engines=tuple(self.places),
             delivery="latest",
             source_held=held,
-            offers_are_parked=False,
+            lands_when_parked=False,
         )
         self.awake = {name for name, place in self.places.items() if place == "awake"}
         self.served: dict[str, int] = {}

@@ -25,6 +25,7 @@ from wbridge.flow.messages import Landed, Promise, TicketAborted
     [
         *[case(depends=d) for d in ("tp", "pp", "free")],
         *[case(depends=d, direct=True) for d in ("tp", "pp", "free")],
+        *[case(depends=d, early=True) for d in ("tp", "pp", "free")],
         *[case(depends=d, deaths=1) for d in ("tp", "pp")],
         *[case(depends=d, deaths=1, leader_dies=True) for d in ("tp", "pp")],
         *[case(depends=d, direct=True, aborts=1) for d in ("tp", "pp", "free")],
@@ -46,6 +47,7 @@ from wbridge.flow.messages import Landed, Promise, TicketAborted
         *[case(depends=d, slow=True, aborts=1, slow_apply=True) for d in ("tp", "pp")],
         *[case(depends=d, slow=True, direct=True, cancels=1) for d in ("tp", "pp", "free")],
         *[case(depends="free", slow=True, deaths=1, leader_dies=who) for who in (False, True)],
+        *[case(depends=d, slow=True, early=True, aborts=1, slow_apply=True) for d in ("tp", "pp")],
         case(depends="tp", slow=True, num_workers=3),
         case(depends="pp", brisk=True, num_workers=3),
         case(depends="free", brisk=True, cancels=1, refusals=1),
@@ -57,6 +59,12 @@ from wbridge.flow.messages import Landed, Promise, TicketAborted
 def test_lockstep(options: dict[str, Any]) -> None:
     found = explore(LockstepWorld(**options))
     assert not found.verdict, str(found)
+
+
+class LandsBeforeTheyStand(Leader):
+    """Direct staging: the coordinator hears of a version in the slots as with pinned staging."""
+
+    _lands_when_parked: Any = property(lambda self: False, lambda self, value: None)
 
 
 class ReportsWhenParked(Follower):
@@ -128,6 +136,7 @@ class ThinksCommittedIsSafe(Leader):
         case("", depends="tp", cancels=1, follower=CancelledLeaves),
         case("clean", depends="tp", deaths=1, leader_dies=True, follower=NeverInDoubt),
         case("after its commit", depends="tp", aborts=1, slow_apply=True, leader=AbortsCommitted),
+        case("not parked", depends="tp", early=True, leader=LandsBeforeTheyStand),
         case("stuck", depends="tp", small=(1,), leader=HoldsWhenLanded),
         case("stuck", depends="pp", brisk=True, small=(1,), aborts=1, leader=ThinksCommittedIsSafe),
     ],

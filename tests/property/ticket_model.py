@@ -108,6 +108,7 @@ class TicketWorld:
         delivery: Any,
         sender_direct: bool = False,
         receiver_direct: bool = False,
+        early: bool = False,
         num_snapshots: int = 1,
         num_ranks: int = 2,
         num_engines: int = 2,
@@ -122,7 +123,7 @@ class TicketWorld:
         tickets: type[Tickets] = Tickets,
     ) -> None:
         self.direct = sender_direct
-        self.parked = receiver_direct
+        self.parked = receiver_direct and not early  # with early slots a version waits for the workers
         self.every = delivery == "every"
         self.num_versions = num_versions
         self.budget = {"cancel": cancels, "loss": engine_losses, "deadline": deadlines}
@@ -136,7 +137,7 @@ class TicketWorld:
             engines=names,
             delivery=delivery,
             source_held=sender_direct,
-            offers_are_parked=receiver_direct,
+            lands_when_parked=receiver_direct,
             num_calls=max((calls for calls, _ in entered), default=0),
         )
         self.ranks = [Rank(num_snapshots) for _ in range(num_ranks)]
@@ -285,7 +286,7 @@ class TicketWorld:
         engine = self.engines[name]
         engine.mode = "offered"
         engine.offer += 1
-        self.up(name, Offer(engine.offer))
+        self.up(name, Offer(engine.offer, self.parked))
 
     def commit(self, name: str) -> None:
         engine = self.engines[name]

@@ -61,7 +61,7 @@ class Publishing:
             engines=tuple(roster.engines),
             delivery=config.effective_delivery,
             source_held=config.source_held,
-            offers_are_parked=config.offers_are_parked,
+            lands_when_parked=config.lands_when_parked,
             first_ticket=first_ticket,
             num_calls=cohort.num_calls,
         )

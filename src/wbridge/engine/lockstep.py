@@ -101,7 +101,7 @@ class Lockstep:
         if worker_id.is_leader:
             self._leader = Leader(
                 self._num_workers,
-                offers_when_parked=config.offers_are_parked,
+                lands_when_parked=config.lands_when_parked,
                 max_poll_skew=config.max_poll_skew,
             )
         self._link = EngineLink(
@@ -147,7 +147,7 @@ class Lockstep:
                 self._is_separated = False
                 self._from_leader(self._leader.leave())
                 await self._until(lambda: self._is_separated)
-            self._leader.enter(offers_when_parked=config.offers_are_parked)
+            self._leader.enter(lands_when_parked=config.lands_when_parked)
             for rank in range(1, self._num_workers):
                 self._link.post(rank, Follow(epoch))
         else:

@@ -44,7 +44,7 @@ class ReceiveEngine:
         self._to_leader = to_leader
         self._give_up = give_up
         self._groups = context.plan.incoming
-        self._ring = ReceiverRing(context.staging.num_slots)
+        self._ring = ReceiverRing(context.staging.num_slots, parked=context.staging.takes_parked)
         self._incoming = tuple(
             Incoming(tuple(str(piece.writer) for piece in group.pieces), group.stage)
             for group in self._groups

@@ -44,15 +44,18 @@ EngineOutcome = Literal["applied", "aborted", "tainted"]
 class Leader:
     """The engine's side of offers and grants, and the hold: promise, meet, ready, commit, done.
 
-    `offers_when_parked`: direct receiver staging; an announced ticket makes it hold the workers, the
-    offer goes out when all are ready, and the grant is the commit. Otherwise (pinned) it offers when all
-    rings are vacant and holds when each is as full as it gets: what has not landed by the commit passes
-    through while the engine is parked.
+    It offers when all rings are vacant and holds when each is as full as it gets: what has not landed by
+    the commit passes through while the engine is parked. If some worker takes versions only while parked, an
+    announced ticket makes it hold the workers, the offer goes out when all are ready, and the grant is the
+    commit.
+
+    `lands_when_parked`: direct receiver staging; the coordinator hears that a version has landed only once the
+    workers stand still for it, wherever its bytes are.
     """
 
-    def __init__(self, num_workers: int, *, offers_when_parked: bool, max_poll_skew: int) -> None:
+    def __init__(self, num_workers: int, *, lands_when_parked: bool, max_poll_skew: int) -> None:
         self._num_workers = num_workers
-        self._parked = offers_when_parked
+        self._lands_when_parked = lands_when_parked
         self._max_poll_skew = max_poll_skew
         self._phase: Literal["idle", "holding", "meeting", "offering", "committed"] = "idle"
         self._hold = 0  # ids are never reused, over all epochs
@@ -72,24 +75,25 @@ class Leader:
         self._grant: Serve | None = None
         self._full: set[int] = set()  # have landed as much as they can before an apply
         self._landed: set[int] = set()
-        self._vacant: dict[int, int] = {}
+        self._vacant: dict[int, int] = {}  # by worker, once it has said how it takes versions
+        self._parked = False  # some worker takes them only while all stand still
         self._num_ended = 0
         self._announced = 0
         self._answered = 0  # direct: what was announced up to here needs no hold any more
 
-    def enter(self, *, offers_when_parked: bool) -> None:
+    def enter(self, *, lands_when_parked: bool) -> None:
         """Another membership begins, and nothing of the one before is under way."""
-        self._parked = offers_when_parked
+        self._lands_when_parked = lands_when_parked
 
     # Events from the coordinator ---------------------------------------------------------------------
 
     def announced(self, message: Announced) -> list[LeaderAction]:
-        """A ticket exists. Direct: line up for it."""
+        """A ticket exists. Who takes it parked lines up for it."""
         self._announced = max(self._announced, message.ticket)
         return self._go_on([])
 
     def serve(self, message: Serve) -> list[LeaderAction]:
-        """Our offer is answered by a grant. Direct: this is the commit."""
+        """Our offer is answered by a grant. If we have parked for it, this is the commit."""
         waiting = self._phase == "offering" if self._parked else self._offer != 0 and self._grant is None
         if not waiting or self._broken:
             why = "the engine is not waiting for a grant"
@@ -103,7 +107,7 @@ class Leader:
         return out
 
     def refused(self, message: OfferRefused) -> list[LeaderAction]:
-        """Our offer is answered by a refusal. Direct: let the workers go."""
+        """Our offer is answered by a refusal. If we have parked for it, let the workers go."""
         if message.offer != self._offer:
             return []
         self._offer, why = 0, self._takes_back or message.reason
@@ -114,7 +118,7 @@ class Leader:
             self._takes_back = ""
             self._release(why, out)
         else:
-            self._refused = True  # pinned: the epoch is ending; it would be refused again
+            self._refused = True  # the epoch is ending; it would be refused again
         return self._go_on(out)
 
     def ticket_aborted(self, message: TicketAborted) -> list[LeaderAction]:
@@ -163,13 +167,14 @@ class Leader:
     # Events from the workers, this one included ------------------------------------------------------
 
     def vacant(self, worker: int, message: Vacant) -> list[LeaderAction]:
-        """A worker's ring is free again."""
+        """A worker's ring is free again, or the worker tells that it takes versions when parked."""
         self._vacant[worker] = message.grants
+        self._parked = self._parked or message.parked
         return self._go_on([])
 
     def landed(self, worker: int, message: Landed) -> list[LeaderAction]:
-        """A worker's ring is full, or it has all its bytes. When all have all, the coordinator hears it;
-        pinned: when all rings are full, line up."""
+        """A worker's ring is full, or it has all its bytes. When all have all, the coordinator hears it, and
+        when all rings are full, the workers line up."""
         if self._grant is None or self._grant.ticket != message.ticket or worker in self._landed:
             return []
         self._full.add(worker)
@@ -177,7 +182,7 @@ class Leader:
             return self._go_on([])
         self._landed.add(worker)
         out: list[LeaderAction] = []
-        if self._all_landed:
+        if self._all_landed and (self._phase == "committed" or not self._lands_when_parked):
             out.append(ToCoordinator(Landed(message.ticket)))
         return self._go_on(out)
 
@@ -203,7 +208,7 @@ class Leader:
         return [ToWorkers(Meet(self._hold, last))]
 
     def ready(self, worker: int, message: Ready) -> list[LeaderAction]:
-        """A worker stands at the meeting point. When all do: commit, or offer (direct)."""
+        """A worker stands at the meeting point. When all do: commit, or offer."""
         if message.hold != self._hold or self._phase != "meeting":
             return []
         self._ready.add(worker)
@@ -266,6 +271,8 @@ class Leader:
                 self._leaving = False
                 out.append(Separated())
             return out
+        if len(self._vacant) < self._num_workers:
+            return out
         if self._parked:
             due = self._connected and self._announced > self._answered
         else:
@@ -284,7 +291,7 @@ class Leader:
     def _send_offer(self, out: list[LeaderAction]) -> None:
         self._offer = self._next_offer
         self._next_offer += 1
-        out.append(ToCoordinator(Offer(self._offer)))
+        out.append(ToCoordinator(Offer(self._offer, parked=self._parked)))
 
     def _commit(self, out: list[LeaderAction]) -> None:
         assert self._grant is not None, "a commit without a grant"
@@ -292,6 +299,8 @@ class Leader:
         self._applied = {}
         lag = max(0, self._announced - self._grant.ticket)
         out.append(ToWorkers(Commit(self._hold, self._grant.ticket, self._grant.version, lag)))
+        if self._all_landed and self._lands_when_parked:
+            out.append(ToCoordinator(Landed(self._grant.ticket)))
 
     def _let_go(self, hold: int, why: str) -> list[LeaderAction]:
         if hold != self._hold or self._phase in ("idle", "committed"):

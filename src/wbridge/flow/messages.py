@@ -138,9 +138,14 @@ class EngineOutcome(_Message, frozen=True):
 
 
 class Offer(_Message, frozen=True):
-    """All workers of this engine can take a whole version. `offer` is never reused."""
+    """All workers of this engine can take a whole version. `offer` is never reused.
+
+    `parked`: while they stand still for it, so that it is refused at once if no ticket waits for this engine.
+    Another one stands until one does.
+    """
 
     offer: int
+    parked: bool = False
 
 
 class OfferRefused(_Message, frozen=True):
@@ -242,9 +247,13 @@ class Unwanted(_Message, frozen=True):
 
 
 class Vacant(_Message, frozen=True):
-    """Worker -> leader: all slots of the ring are free; `grants` counts the grants that have ended here."""
+    """Worker -> leader: all slots of the ring are free; `grants` counts the grants that have ended here.
+
+    `parked`: this worker takes versions only while its engine stands still. It says so once.
+    """
 
     grants: int
+    parked: bool = False
 
 
 class Hold(_Message, frozen=True):

@@ -13,6 +13,7 @@ class EngineRecord:
     def __init__(self, name: str) -> None:
         self.name = name
         self.offer: int | None = None
+        self.offers_parked = False
         self.grant: int | None = None  # the ticket it holds and has not finished: at most one
         self.lost = False
         self.misses = 0  # tickets whose patience has passed since it was served last

@@ -55,9 +55,10 @@ class ReceiverRing:
     """The slots of one receiver. Groups take the slots of their stage in order, round and round.
 
     `num_slots` gives the slots of each stage; slot numbers run through the stages in ascending order.
+    `parked`: versions are taken only while the engine stands still, so the leader need not hear of vacancy.
     """
 
-    def __init__(self, num_slots: Mapping[int, int] | int) -> None:
+    def __init__(self, num_slots: Mapping[int, int] | int, *, parked: bool = False) -> None:
         stages = {1: num_slots} if isinstance(num_slots, int) else dict(num_slots)
         self._stage_slots: dict[int, range] = {}
         start = 0
@@ -69,6 +70,7 @@ class ReceiverRing:
         self._held: dict[int, dict[int, int]] = {}  # ticket -> group -> slot
         self._quarantined: set[int] = set()
         self._next = dict.fromkeys(self._stage_slots, 0)  # per stage: position of the next group
+        self._parked = parked
         self._grant: _Grant | None = None
         self._num_ended = 0
         self._told_vacant = -1
@@ -89,7 +91,7 @@ class ReceiverRing:
 
     def start(self) -> list[RingAction]:
         """The ring's memory is there: tell the leader."""
-        return self._go_on([])
+        return [ToLeader(Vacant(0, parked=True))] if self._parked else self._go_on([])
 
     def grant(self, ticket: int, groups: Sequence[Incoming], *, before_hold: int = 0) -> list[RingAction]:
         """Take a grant: credit its first groups. Tickets only go up; what is left of an earlier is void.
@@ -268,7 +270,7 @@ class ReceiverRing:
             for ticket in [t for t in self._stops if t <= self._newest and t not in kept]:
                 del self._stops[ticket]
         vacant = self._grant is None and all(slot.state == "free" for slot in self._slots)
-        if vacant and self._told_vacant < self._num_ended:
+        if vacant and not self._parked and self._told_vacant < self._num_ended:
             self._told_vacant = self._num_ended
             out.append(ToLeader(Vacant(self._num_ended)))
         return out

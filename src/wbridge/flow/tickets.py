@@ -44,8 +44,8 @@ class Tickets:
     """Matches the ranks' sends, binds offers to tickets, retires sources and reports outcomes.
 
     `source_held`: direct sender staging; the send waits until the ticket is retired, and a cancelled one
-    aborts it. `offers_are_parked`: direct receiver staging; engines offer after the announcement, while
-    their workers stand still, so an offer that no open ticket waits for is refused at once.
+    aborts it. `lands_when_parked`: direct receiver staging; with `latest`, engines offer only after the
+    announcement.
     `num_calls`: sends that some rank has begun in earlier epochs; they are burnt for those that come to
     them only now.
     """
@@ -57,7 +57,7 @@ class Tickets:
         engines: Sequence[str],
         delivery: Delivery,
         source_held: bool,
-        offers_are_parked: bool,
+        lands_when_parked: bool,
         first_ticket: int = 1,
         num_calls: int = 0,
     ) -> None:
@@ -65,7 +65,7 @@ class Tickets:
         self._engines = Fleet(engines)
         self._delivery = delivery
         self._source_held = source_held
-        self._offers_are_parked = offers_are_parked
+        self._lands_when_parked = lands_when_parked
         self._tickets: dict[int, TicketRecord] = {}  # those not over yet, oldest first
         self._ended = ""
         self.next_ticket: int = first_ticket
@@ -144,7 +144,7 @@ class Tickets:
         """An engine can take a version. Answered by `Serve` or `OfferRefused`, at once or later."""
         if why := self._engines.why_no_offer(engine) or self._ended:
             return [To((("leader", engine),), OfferRefused(offer.offer, why))]
-        self._engines[engine].offer = offer.offer
+        self._engines[engine].offer, self._engines[engine].offers_parked = offer.offer, offer.parked
         return self._settle([])
 
     def withdraw_offer(self, engine: str, withdraw: WithdrawOffer) -> list[TicketsAction]:
@@ -274,10 +274,9 @@ class Tickets:
                 if ticket.closed and not ticket.retired and not ticket.in_flight:
                     ticket.retired = True
                     out.append(self._ranks(Retired(ticket.number)))
-        if self._offers_are_parked:
-            for engine in self._engines:
-                if engine.offer is not None and self._wanted(engine) is None:
-                    self._refuse(engine, "no open ticket waits for this engine", out)
+        for engine in self._engines:
+            if engine.offers_parked and self._wanted(engine) is None:
+                self._refuse(engine, "no open ticket waits for this engine", out)
         for number, ticket in list(self._tickets.items()):
             if ticket.retired and len(ticket.final) == len(self._engines):
                 del self._tickets[number]
@@ -290,7 +289,7 @@ class Tickets:
         if ready and (ticket.started or not awaited or self._out_of_snapshots(ticket)):
             self._serve(ticket, ready, out)
         late = [e for e in due if e not in ready and e.name not in ticket.missed]
-        if ticket.waited and self._delivery == "latest" and (ticket.granted or not self._offers_are_parked):
+        if ticket.waited and self._delivery == "latest" and (ticket.granted or not self._lands_when_parked):
             for engine in late:
                 engine.misses += 1
                 ticket.missed.add(engine.name)
@@ -304,7 +303,7 @@ class Tickets:
         come only after the announcement.
         """
         if self._source_held:
-            return self._offers_are_parked or not engine.misses
+            return self._lands_when_parked or not engine.misses
         return engine.grant is None and not engine.misses and self._wanted(engine) is ticket
 
     def _serve(self, ticket: TicketRecord, ready: list[EngineRecord], out: list[TicketsAction]) -> None:
@@ -327,7 +326,7 @@ class Tickets:
         elif self._out_of_snapshots(ticket):
             self._close(ticket, "superseded", out)
         elif self._source_held and ticket.started and not ticket.in_flight:
-            if ticket.granted or not self._offers_are_parked:
+            if ticket.granted or not self._lands_when_parked:
                 self._close(ticket, "missed", out)
         elif not self._engines.live():
             self._close(ticket, "lost", out)

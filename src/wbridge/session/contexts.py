@@ -210,7 +210,14 @@ def _receiver_staging(
     if arena is not None and (is_near or arena.is_host):
         return InPlaceReceiver(arena, tensors, plan.incoming)
     kind: MemoryKind = "device" if is_near else "pinned"
-    return DirectReceiver(device, tensors, plan.incoming, num_slots=num_slots, kind=kind)
+    return DirectReceiver(
+        device,
+        tensors,
+        plan.incoming,
+        num_slots=num_slots,
+        takes_parked=config.takes_parked(len(plan.incoming)),
+        kind=kind,
+    )
 
 
 def _peers(start: EpochStart, workers: Iterable[WorkerId]) -> tuple[Peer, ...]:

@@ -54,7 +54,7 @@ class Coordinator:
             engines=tuple(engines),
             delivery=config.effective_delivery,
             source_held=config.source_held,
-            offers_are_parked=config.offers_are_parked,
+            lands_when_parked=config.lands_when_parked,
         )
         self.outcomes: dict[str, str] = {}
 

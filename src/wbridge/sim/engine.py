@@ -59,7 +59,7 @@ class Engine:
         self._followers = [Follower() for _ in members]
         config = world.config
         self._leader = Leader(
-            len(members), offers_when_parked=config.offers_are_parked, max_poll_skew=config.max_poll_skew
+            len(members), lands_when_parked=config.lands_when_parked, max_poll_skew=config.max_poll_skew
         )
         self._to_coordinator: Callable[[str, ToCoordinatorMessage], None] | None = None
         self._parked_s = [0.0] * len(members)

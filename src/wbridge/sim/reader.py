@@ -35,16 +35,16 @@ class Reader:
         engine: str,
         groups: Sequence[Sequence[tuple[str, int]]],
         num_slots: int,
-        whole_first: bool,
+        takes_parked: bool,
     ) -> None:
-        """`groups`: trainer and bytes of each piece. `whole_first`: slots fill before the engine is held."""
+        """`groups`: trainer and bytes of each piece. `takes_parked`: slots fill once the engine is held."""
         self._world, self._index, self.name, self.engine = world, index, name, engine
         self._trainers = [tuple(writer for writer, _ in group) for group in groups]
         self._incoming: tuple[Incoming, ...] = ()
         self.relay: Relay | None = None
         self.sizes: list[list[int]] = [[nbytes for _, nbytes in group] for group in groups]
-        self._before_hold = min(len(groups), num_slots) if whole_first else 0
-        self._ring = ReceiverRing(num_slots)
+        self._before_hold = 0 if takes_parked else min(len(groups), num_slots)
+        self._ring = ReceiverRing(num_slots, parked=takes_parked)
         self._give: Give | None = None
         self._to_leader: Callable[[Landed | Vacant], None] | None = None
         self._ready: dict[int, tuple[int, int]] = {}  # by group: ticket and slot

@@ -143,7 +143,7 @@ class _Job:
                     engine=self._plan.workers[k].group,
                     groups=groups,
                     num_slots=max(1, slots),
-                    whole_first=not config.offers_are_parked,
+                    takes_parked=config.takes_parked(len(groups)),
                 )
                 for writer, own in by_writer.items():
                     self._sent[writer][k] = own

@@ -101,7 +101,7 @@ class ReceiverStaging(Protocol):
         ...
 
     @property
-    def offers_when_parked(self) -> bool:
+    def takes_parked(self) -> bool:
         """True: the worker can take a version only while all its engine is parked in the poll."""
         ...
 

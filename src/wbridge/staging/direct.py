@@ -72,7 +72,8 @@ class LiveSource:
 
 
 class DirectReceiver:
-    """A small ring: a version passes through it while the engine is parked.
+    """A small ring: a version passes through it while the engine is parked, or waits in it if that takes
+    no more than one slot.
 
     It lies where the parameters do if all that write it can reach it there, else in host memory.
     """
@@ -84,8 +85,10 @@ class DirectReceiver:
         groups: Sequence[Group],
         *,
         num_slots: int,
+        takes_parked: bool,
         kind: MemoryKind = "device",
     ) -> None:
+        self._takes_parked = takes_parked
         self._ring = ReceiverRing(device, kind, targets, groups, num_slots=num_slots)
 
     @property
@@ -105,15 +108,15 @@ class DirectReceiver:
         return None
 
     @property
-    def offers_when_parked(self) -> Literal[True]:
-        return True
+    def takes_parked(self) -> bool:
+        return self._takes_parked
 
     @property
     def abandoned_nbytes(self) -> int:
         return self._ring.memory.abandoned_nbytes
 
     def groups_before_hold(self, num_groups: int) -> int:
-        return 0
+        return 0 if self._takes_parked else num_groups
 
     def slot_view(self, slot: int, offset: int, nbytes: int) -> memoryview:
         return self._ring.memory.view(slot, offset, nbytes)

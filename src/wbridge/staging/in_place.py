@@ -49,7 +49,7 @@ class InPlaceReceiver:
         return self._placements
 
     @property
-    def offers_when_parked(self) -> Literal[True]:
+    def takes_parked(self) -> Literal[True]:
         return True
 
     @property

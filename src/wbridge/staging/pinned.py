@@ -173,7 +173,7 @@ class PinnedReceiver:
         return None
 
     @property
-    def offers_when_parked(self) -> Literal[False]:
+    def takes_parked(self) -> Literal[False]:
         return False
 
     @property

@@ -49,7 +49,7 @@ SERVE = Serve(1, 42, ("e",))
 
 def pinned() -> Leader:
     """A leader of two workers that has offered."""
-    leader = Leader(2, offers_when_parked=False, max_poll_skew=4)
+    leader = Leader(2, lands_when_parked=False, max_poll_skew=4)
     assert leader.vacant(0, Vacant(0)) == []
     assert leader.vacant(1, Vacant(0)) == [ToCoordinator(Offer(1))]
     return leader
@@ -79,11 +79,13 @@ def committed() -> Leader:
 
 def direct() -> Leader:
     """A leader of two workers that stand ready and have offered."""
-    leader = Leader(2, offers_when_parked=True, max_poll_skew=4)
-    assert leader.announced(Announced(1, 42, 1)) == [ToWorkers(Hold(1))]
+    leader = Leader(2, lands_when_parked=True, max_poll_skew=4)
+    assert leader.announced(Announced(1, 42, 1)) == []  # how the workers take versions is not known yet
+    assert leader.vacant(0, Vacant(0)) == []
+    assert leader.vacant(1, Vacant(0, parked=True)) == [ToWorkers(Hold(1))]
     met(leader)
     leader.ready(0, Ready(1))
-    assert leader.ready(1, Ready(1)) == [ToCoordinator(Offer(1))]
+    assert leader.ready(1, Ready(1)) == [ToCoordinator(Offer(1, parked=True))]
     return leader
 
 
@@ -119,6 +121,19 @@ def test_direct_the_grant_is_the_commit() -> None:
     assert leader.landed(1, Landed(1)) == [ToCoordinator(Landed(1))]
 
 
+def test_direct_a_version_that_waits_in_the_slots_lands_when_the_workers_stand() -> None:
+    leader = Leader(2, lands_when_parked=True, max_poll_skew=4)
+    leader.vacant(0, Vacant(0))
+    assert leader.vacant(1, Vacant(0)) == [ToCoordinator(Offer(1))]  # before there is a ticket
+    assert leader.announced(Announced(1, 42, 1)) == []
+    leader.serve(SERVE)
+    leader.landed(0, Landed(1))
+    assert leader.landed(1, Landed(1)) == [ToWorkers(Hold(1))]
+    met(leader)
+    leader.ready(0, Ready(1))
+    assert leader.ready(1, Ready(1)) == [ToWorkers(Commit(1, 1, 42)), ToCoordinator(Landed(1))]
+
+
 def test_direct_a_refusal_lets_the_workers_go_until_the_next_ticket() -> None:
     leader = direct()
     out = leader.refused(OfferRefused(1, "no open ticket"))
@@ -141,7 +156,7 @@ def test_direct_a_grant_that_crosses_the_withdrawal_wins() -> None:
 
 
 def test_a_grant_nobody_waits_for_is_answered() -> None:
-    leader = Leader(1, offers_when_parked=True, max_poll_skew=4)
+    leader = Leader(1, lands_when_parked=True, max_poll_skew=4)
     (answer,) = leader.serve(SERVE)
     assert answer == ToCoordinator(Finished(1, "aborted", "the engine is not waiting for a grant"))
 
@@ -429,7 +444,9 @@ def test_e2_tickets_of_a_new_incarnation_are_not_measured_by_the_old() -> None:
         leader.landed(worker, Landed(1))
         leader.applied(worker, WorkerApplied(1, "applied"))
     assert leader.leave() == [Separated()]
-    assert leader.announced(Announced(1, 7, 1)) == [ToWorkers(Hold(2))]
+    leader.announced(Announced(1, 7, 1))
+    leader.vacant(0, Vacant(0, parked=True))
+    assert leader.vacant(1, Vacant(0, parked=True)) == [ToWorkers(Hold(2))]
 
 
 def test_e3_parked_workers_are_let_go_when_the_coordinator_is_lost() -> None:

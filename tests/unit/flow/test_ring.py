@@ -256,6 +256,12 @@ def test_a_receiver_without_a_part_has_landed_at_once() -> None:
     assert machine.grant(1, []) == [ToLeader(Landed(1)), ToLeader(Vacant(1))]
 
 
+def test_a_receiver_that_takes_versions_parked_says_so_once() -> None:
+    machine = ReceiverRing(1, parked=True)
+    assert machine.start() == [ToLeader(Vacant(0, parked=True))]
+    assert machine.grant(1, []) == [ToLeader(Landed(1))]
+
+
 def test_a_group_without_pieces_is_ready_at_once() -> None:
     machine = ring(1)
     assert machine.grant(1, [Incoming(())]) == [GroupReady(1, 0, 0), ToLeader(Landed(1))]

@@ -43,7 +43,7 @@ def tickets(
         engines=engines,
         delivery=delivery,
         source_held=held,
-        offers_are_parked=parked,
+        lands_when_parked=parked,
         num_calls=num_calls,
     )
 
@@ -300,9 +300,9 @@ def test_an_engine_has_one_grant_at_most() -> None:
 
 def test_a_parked_offer_with_nothing_open_is_refused_at_once() -> None:
     machine = tickets(parked=True)
-    assert said(machine.offer("a", Offer(1)), OfferRefused)
+    assert said(machine.offer("a", Offer(1, parked=True)), OfferRefused)
     announce(machine, 1)
-    assert machine.offer("a", Offer(2)) == []
+    assert machine.offer("a", Offer(2, parked=True)) == []
     assert said(machine.offer("b", Offer(1)), Serve) == [Serve(1, 1, ("a", "b"))]
 
 
@@ -318,10 +318,16 @@ def test_parked_the_first_offer_after_patience_is_served_and_the_others_missed()
 def test_parked_offers_are_refused_when_their_ticket_is_aborted() -> None:
     machine = tickets("every", parked=True, held=True)
     announce(machine, 1)
-    machine.offer("a", Offer(1))
+    machine.offer("a", Offer(1, parked=True))
     out = machine.withdraw(0, WithdrawCall(1))
     assert [m.offer for m in said(out, OfferRefused)] == [1]
     assert outcomes(out) == {"a": ("aborted", True), "b": ("aborted", True)}
+
+
+def test_an_offer_of_an_engine_that_is_not_parked_stands_until_a_ticket_comes() -> None:
+    machine = tickets("every", parked=True, held=True, engines=("a",))
+    assert machine.offer("a", Offer(1)) == []
+    assert said(announce(machine, 1), Serve) == [Serve(1, 1, ("a",))]
 
 
 def test_an_offer_taken_back_is_answered_unless_it_was_served() -> None:

@@ -47,15 +47,15 @@ def test_a_single_rollout_takes_what_its_link_takes() -> None:
 
 
 def test_latency_and_messages_cost_what_they_cost() -> None:
-    """One group of one piece: report, hold, promise, meet, ready, offer and grant are inside hosts or across;
-    then credit, put and notification."""
+    """One group of one piece: offer, report and grant are inside hosts or across; then credit, put and
+    notification."""
     config = Config(slot_nbytes=2**30)
     one = job((Group(workers=1),), Group(workers=1))
     base = simulated(one, config=config)
     assert base.num_puts == 1
     far = simulated(one, msgspec.structs.replace(FREE, latency_s=0.5), config)
-    # announced -> leader, offer -> coordinator, grant -> leader, credit -> writer, notification -> reader
-    assert far.time_s - base.time_s == pytest.approx(5 * 0.5)
+    # offer -> coordinator, grant -> leader, credit -> writer, notification -> reader
+    assert far.time_s - base.time_s == pytest.approx(4 * 0.5)
     busy = simulated(one, msgspec.structs.replace(FREE, message_s=0.25), config)
     # credit at both ends, the put at the writer, the notification at the reader
     assert busy.time_s - base.time_s == pytest.approx(4 * 0.25)

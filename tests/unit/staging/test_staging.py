@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import anyio
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.anyio
 TRAINER = WorkerId("trainer", "trainer", (1,), (0,))
 ROLLOUT = WorkerId("rollout", "engine", (1,), (0,))
 SENDERS = ("direct", "pinned")
-RECEIVERS = (DirectReceiver, PinnedReceiver)
+RECEIVERS = (functools.partial(DirectReceiver, takes_parked=True), PinnedReceiver)
 
 
 def transfer(k: int, *, slot_offset: int) -> Transfer:
@@ -78,7 +79,7 @@ def device(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("sender_kind", SENDERS)
-@pytest.mark.parametrize("receiver_kind", RECEIVERS)
+@pytest.mark.parametrize("receiver_kind", RECEIVERS, ids=["direct", "pinned"])
 async def test_what_is_gathered_is_scattered(device: CpuDevice, sender_kind: str, receiver_kind) -> None:
     live, written = sources(), targets()
     sender: SenderStaging = open_sender(sender_kind, device, live)
@@ -203,7 +204,7 @@ async def test_a_foreign_piece_is_refused(device: CpuDevice) -> None:
         source.gather(stranger, Place(device.allocate(64, "pinned"), 0))
 
 
-@pytest.mark.parametrize("receiver_kind", RECEIVERS)
+@pytest.mark.parametrize("receiver_kind", RECEIVERS, ids=["direct", "pinned"])
 async def test_an_abandoned_slot_keeps_its_memory_and_gets_new(device: CpuDevice, receiver_kind) -> None:
     written = targets()
     receiver = receiver_kind(device, written, (GROUP,), num_slots=2)
@@ -218,7 +219,7 @@ async def test_an_abandoned_slot_keeps_its_memory_and_gets_new(device: CpuDevice
     assert all(bool((target == 1).all()) for target in written.values())
 
 
-@pytest.mark.parametrize("receiver_kind", RECEIVERS)
+@pytest.mark.parametrize("receiver_kind", RECEIVERS, ids=["direct", "pinned"])
 async def test_no_memory_that_was_shown_to_writers_is_forgotten(device: CpuDevice, receiver_kind) -> None:
     """It would stay registered for good."""
     receiver = receiver_kind(device, targets(), (GROUP,), num_slots=1)
@@ -232,7 +233,7 @@ async def test_no_memory_that_was_shown_to_writers_is_forgotten(device: CpuDevic
 
 async def test_scatter_waits_for_the_callers_stream(device: CpuDevice) -> None:
     written = targets()
-    receiver = DirectReceiver(device, written, (GROUP,), num_slots=1)
+    receiver = DirectReceiver(device, written, (GROUP,), num_slots=1, takes_parked=True)
     caller = device.open_stream("caller")
     caller.submit(lambda: [target.fill_(9) for target in written.values()] and None)
     await receiver.scatter(GROUP, 0, after=caller.record()).wait()
@@ -241,10 +242,12 @@ async def test_scatter_waits_for_the_callers_stream(device: CpuDevice) -> None:
 
 def test_the_receivers_differ_in_when_a_version_is_taken() -> None:
     device = CpuDevice()
-    direct = DirectReceiver(device, targets(), (GROUP,), num_slots=3)
+    direct = DirectReceiver(device, targets(), (GROUP,), num_slots=3, takes_parked=True)
     pinned = PinnedReceiver(device, targets(), (GROUP,), num_slots=3)
-    assert (direct.offers_when_parked, pinned.offers_when_parked) == (True, False)
+    assert (direct.takes_parked, pinned.takes_parked) == (True, False)
     assert [direct.groups_before_hold(n) for n in (0, 2, 5)] == [0, 0, 0]
+    early = DirectReceiver(device, targets(), (GROUP,), num_slots=1, takes_parked=False)
+    assert (early.takes_parked, early.groups_before_hold(1)) == (False, 1)
     assert [pinned.groups_before_hold(n) for n in (0, 2, 5)] == [0, 2, 3]
     assert (direct.num_slots, direct.slot_nbytes) == (3, 32)
     with pytest.raises(InternalError, match="not in a slot"):
@@ -268,7 +271,7 @@ def test_a_worker_without_pieces_or_groups_needs_no_memory() -> None:
     device = CpuDevice()
     DirectSender(device, sources(), (), local_slots=2)
     PinnedSender(device, sources(), (), local_slots=2, snapshot_versions=2)
-    assert DirectReceiver(device, targets(), (), num_slots=0).slot_nbytes == 0
+    assert DirectReceiver(device, targets(), (), num_slots=0, takes_parked=True).slot_nbytes == 0
     device.close()
 
 
