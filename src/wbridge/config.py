@@ -137,9 +137,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return self.mode.receiver_staging == "direct"
 
     def takes_parked(self, num_groups: int) -> bool:
-        """Whether a rollout whose slots get that many groups of a version takes it only while its engine stands
-        still: with direct staging, unless it takes each version and gains nothing by applying one while the
-        rest still comes."""
+        """Whether a rollout that gets so many groups of a version takes it only while its engine stands
+        still: with direct staging, unless it takes each version and all of it comes at once."""
         return self.lands_when_parked and (num_groups > 1 or self.effective_delivery == "latest")
 
     @property

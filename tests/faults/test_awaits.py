@@ -86,6 +86,7 @@ UNREACHED = {
     ("engine/receive.py", "await scatters.run()"): "cleanup",
     ("session/contexts.py", "await _close(endpoints)"): "cleanup",
     ("session/contexts.py", "await endpoint.aclose()"): "cleanup",
+    ("session/sending.py", "await self.withdraw(publication)"): "cleanup",
     ("session/sending.py", "await publication.answered.wait()"): "cleanup",
     ("session/sending.py", "await publication.released.wait()"): "cleanup",
     (

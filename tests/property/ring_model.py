@@ -23,7 +23,7 @@ from wbridge.flow.actions import (
     TakeBack,
     ToLeader,
 )
-from wbridge.flow.messages import Arrived, Landed, Stopped
+from wbridge.flow.messages import Arrived, Landed, Stopped, Vacant
 from wbridge.flow.outgoing import Outgoing
 from wbridge.flow.ring import Incoming, ReceiverRing
 
@@ -58,6 +58,8 @@ class RingWorld:
         epochs: int = 0,
         absent: str = "",
         checks: bool = False,
+        expects: bool = False,
+        skips: bool = False,
         ring: type[ReceiverRing] = ReceiverRing,
         outgoing: type[Outgoing] = Outgoing,
     ) -> None:
@@ -65,6 +67,8 @@ class RingWorld:
         self.granted: dict[int, list[Incoming]] = {}
         self.absent = absent  # a writer that has no part in ticket 1
         self.moves = moves
+        self.expects = expects  # credits for ticket 2 are given when ticket 1 is over
+        self.last = 3 if skips else 2  # then ticket 2 is not granted to R
         self.slow_checks = checks
         self.checks: list[tuple[str, Arrived, int, int]] = []  # writer, piece, slot and its generation
         self.full = 0  # the ticket that may be drained
@@ -77,7 +81,7 @@ class RingWorld:
         self.ready: dict[int, tuple[int, int]] = {}  # slot -> (ticket, group)
         self.takes_back: dict[int, int] = {}  # slot -> ticket
         self.unproven: set[tuple[int, str]] = set()  # (slot, writer) of a former epoch
-        self.drained: dict[int, int] = {1: 0, 2: 0}
+        self.drained: dict[int, int] = dict.fromkeys((1, 2, 3), 0)
         self.open = 0
         self.aborted = 0
         self.fault = ""
@@ -148,7 +152,7 @@ class RingWorld:
         for _, _, slot, _ in self.checks:
             self.ring.checked(slot)
         self.checks, self.control, self.ready, self.takes_back = [], [], {}, {}
-        self.drained, self.aborted, self.full = {1: 0, 2: 0}, 0, 0
+        self.drained, self.aborted, self.full = dict.fromkeys((1, 2, 3), 0), 0, 0
         self.receive(self.ring.renew())
         self.grant(1)
 
@@ -176,8 +180,12 @@ class RingWorld:
         for writer in self.writers.values():
             writer.control.append(("retire", ticket))
         self.open = 0
-        if ticket == 1:
-            self.grant(2)
+        if ticket != 1:
+            return
+        if self.last == 3:
+            for writer in self.writers.values():
+                writer.control.append(("skip", 2))
+        self.grant(self.last)
 
     # Receiver -----------------------------------------------------------------------------------------
 
@@ -250,6 +258,8 @@ class RingWorld:
                 self.receive(self.ring.replaced(action.slot))
             else:
                 assert isinstance(action, ToLeader)
+                if isinstance(action.message, Vacant) and self.expects and action.message.grants == 1:
+                    self.receive(self.ring.expect(2, self.plan))
                 if isinstance(action.message, Landed):
                     assert action.message.ticket == self.open
                     assert action.message.whole or self.full != self.open, "full twice"
@@ -271,6 +281,8 @@ class RingWorld:
             self.write(name, [*out.announced(ticket), *out.serve(ticket, {"R": pieces})])
         elif word == "abort":
             self.write(name, out.aborted(ticket, ["R"]))
+        elif word == "skip":
+            self.write(name, [*out.announced(ticket), *out.retired(ticket)])
         elif word == "retire":
             self.write(name, out.retired(ticket))
         elif name == "A":
@@ -309,7 +321,7 @@ class RingWorld:
         writer = self.writers[name]
         writer.dead = True
         writer.control, writer.credits, writer.flying, writer.flushes = [], [], [], []
-        writer.freed = {1, 2}
+        writer.freed = set(range(1, self.last + 1))
         for slot, ticket in list(self.takes_back.items()):
             self.receive(self.ring.taken_back(slot, ticket, name))
         if not self.aborted:
@@ -347,8 +359,8 @@ class RingWorld:
         return self.fault
 
     def good_end(self) -> bool:
-        done = self.drained[2] == len(self.plan) and set(self.ring.states) == {"free"}
-        freed = {1, 2}
+        done = self.drained[self.last] == len(self.plan) and set(self.ring.states) <= {"free", "filling"}
+        freed = set(range(1, self.last + 1))
         return done and all(
             w.freed | ({1} if n == self.absent else set()) == freed for n, w in self.writers.items()
         )

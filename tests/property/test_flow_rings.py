@@ -27,12 +27,15 @@ from wbridge.flow.ring import ReceiverRing
         case(num_groups=3, moves=1),
         case(num_groups=2, num_slots=1, aborts=1),
         case(num_groups=3, deaths=1),
+        case(num_groups=2, expects=True),
+        case(num_groups=2, expects=True, skips=True),
         case(num_groups=2, num_slots=1, epochs=1),
         case(num_groups=2, num_slots=1, aborts=1, checks=True),
         case(num_groups=2, num_slots=1, deaths=1, checks=True),
         case(slow=True, num_groups=2, num_slots=1, aborts=1, fences=1, checks=True),
         case(slow=True, num_groups=3, num_slots=2, aborts=1, checks=True),
         case(slow=True, num_groups=3, epochs=1),
+        case(slow=True, num_groups=2, num_slots=1, expects=True, skips=True, aborts=1),
         case(slow=True, num_groups=2, num_slots=2, aborts=1),
         case(slow=True, num_groups=3, num_slots=1, aborts=1, fences=1),
         case(slow=True, num_groups=3, aborts=1),
@@ -75,6 +78,16 @@ class StopsOnlyForTheTicket(Outgoing):
         if share is not None:
             share.due.discard((group, piece))
         return []
+
+
+class KeepsStillAboutTheUnserved(Outgoing):
+    """Who gave credits in advance, and was not granted the ticket, does not hear that it is over."""
+
+    def retired(self, ticket: int) -> list[Any]:
+        source = self._sources.get(ticket)
+        if source is not None:
+            source.early.clear()
+        return super().retired(ticket)
 
 
 class ForgetsStops(ReceiverRing):
@@ -144,6 +157,7 @@ class ForgetsTheQuarantine(ReceiverRing):
         case("stuck", RingWorld, num_groups=4, moves=1, outgoing=StopsOnlyForTheTicket),
         case("stuck", RingWorld, num_groups=2, num_slots=1, aborts=1, ring=ForgetsStops),
         case("late write", RingWorld, num_groups=2, num_slots=1, aborts=1, ring=NoFence),
+        case("stuck", RingWorld, num_groups=2, expects=True, skips=True, outgoing=KeepsStillAboutTheUnserved),
     ],
 )
 def test_rings_without_a_rule(verdict: str, world: type[RingWorld], options: dict[str, Any]) -> None:

@@ -13,6 +13,28 @@ import anyio
 _PATIENCE_S: Final = 0.25
 
 
+class Latch:
+    """Like `anyio.Event`, and costs nothing unless somebody waits. For one event loop."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._event: anyio.Event | None = None
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._event is not None:
+            self._event.set()
+
+    async def wait(self) -> None:
+        """Return once set. Cancelled: leaves nothing behind."""
+        if not self._is_set:
+            self._event = self._event or anyio.Event()
+            await self._event.wait()
+
+
 class Wakeup:
     """A one-shot event, created on the loop that will wait. `set` may come from any thread, also after that
     loop has ended."""

@@ -42,6 +42,8 @@ class SenderContext(WriterContext, frozen=True):
 
 class ReceiverContext(WorkerContext, frozen=True):
     staging: ReceiverStaging
+    credits_ahead: bool
+    """Whether writers get the credits of the next version as soon as the slots are free."""
     relay: RelayContext | None
     """If this worker is in an exchange."""
 

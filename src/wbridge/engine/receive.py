@@ -20,7 +20,7 @@ from wbridge.engine.relay import Relay
 from wbridge.engine.scatters import Scatters
 from wbridge.errors import InternalError, ProtocolError, UpdateAborted
 from wbridge.flow.actions import GiveCredit, GroupReady, ReplaceSlot, RingAction, TakeBack, ToLeader
-from wbridge.flow.messages import Alive, Arrived, Credit, Placement, Stopped, Unwanted
+from wbridge.flow.messages import Alive, Arrived, Credit, Placement, Stopped, Unwanted, Vacant
 from wbridge.flow.ring import Incoming, ReceiverRing
 from wbridge.plan.types import Group
 from wbridge.transport.base import RemoteSlot
@@ -56,6 +56,7 @@ class ReceiveEngine:
         self._progress = anyio.Event()
         self._exchange = self._join_exchange()
         self._scatters: Scatters | None = None
+        self._after: Event | None = None
         self.received_nbytes: int = 0
         self.num_written: int = 0
         """Groups that the last `apply` has begun to write."""
@@ -149,7 +150,7 @@ class ReceiveEngine:
         """Take a grant: credit its first groups. `engines` take it together, this one among them."""
         self._ticket = ticket
         self._aborted.clear()
-        self._ready.clear()
+        self._ready = {key: slot for key, slot in self._ready.items() if key[0] == ticket}
         self._checks.begin(ticket)
         before_hold = self._context.staging.groups_before_hold(len(self._groups))
         incoming = self._incoming
@@ -197,13 +198,10 @@ class ReceiveEngine:
         if self._exchange is None:
             raise ProtocolError(f"{peer} takes {self._context.worker} for a relay; run one release")
         self._exchange.heard(peer)
-        match message:
-            case Credit():
-                self._exchange.credit(peer, message)
-            case Unwanted(ticket):
-                self._exchange.unwanted(peer, ticket)
-            case Alive():
-                return
+        if isinstance(message, Credit):
+            self._exchange.credit(peer, message)
+        elif isinstance(message, Unwanted):
+            self._exchange.unwanted(peer, message.ticket)
 
     def heard(self, peer: str) -> None:
         """Something has come from it."""
@@ -218,7 +216,10 @@ class ReceiveEngine:
     def _checked(self, check: Check, is_right: bool) -> None:
         arrived = check.arrived
         if is_right:
-            self._pass_on(check)
+            if self._exchange is not None:
+                self._exchange.verified(
+                    arrived.ticket, arrived.group, arrived.piece, check.slot, check.view, arrived.checksum
+                )
             self._perform(self._ring.arrived(check.writer, arrived))
         elif arrived.ticket == self._ticket and arrived.ticket not in self._aborted:
             self._refuse(check)
@@ -227,13 +228,6 @@ class ReceiveEngine:
     def _cut_off(self, writer: str) -> None:
         if self._exchange is not None:
             self._exchange.cut_off(writer)
-
-    def _pass_on(self, check: Check) -> None:
-        if self._exchange is not None:
-            arrived = check.arrived
-            self._exchange.verified(
-                arrived.ticket, arrived.group, arrived.piece, check.slot, check.view, arrived.checksum
-            )
 
     def _refuse(self, check: Check) -> None:
         """These bytes are wrong: a relay's are taken from the trainer, a trainer's are not to be had."""
@@ -252,29 +246,42 @@ class ReceiveEngine:
         if self._is_in_place:
             await after.wait()
 
-    async def apply(self, ticket: int, after: Event) -> None:
-        """Write every group of `ticket` into the parameters, in order, as they land, not before `after`.
+    def begin_apply(self, ticket: int, after: Event) -> bool:
+        """Write what is there of `ticket` into the parameters, in order, not before `after`.
 
-        Not to be cancelled. `num_written` tells whether the parameters have changed when it raises, as it
-        does (`UpdateAborted`) of an aborted ticket; all copies have stopped. Either way `release` is due.
+        True: that was all of it, and `release` is due. Else go on with `apply`.
         """
         if self._is_in_place:
-            return await self._apply_in_place(ticket)
-        self.num_written = 0
-        aborted: UpdateAborted | None = None
-        scatters = Scatters(
+            return False
+        self.num_written, self._after = 0, after
+        scatters = self._scatters = Scatters(
             self._context.staging,
             stopped=lambda slot: self._perform(self._ring.drained(slot)),
             failed=lambda error: self.abort(ticket, str(error)),
             wants_slots=lambda: self._ring.wants_slots,
         )
-        self._scatters = scatters
+        while self.num_written < len(self._groups):
+            slot = self._take_ready(ticket, self.num_written)
+            if slot is None:
+                return False
+            self._start(slot, scatters)
+        return scatters.close_if_over()
+
+    async def apply(self, ticket: int) -> None:
+        """Write the rest, as it lands. Not to be cancelled. `num_written` tells whether the parameters have
+        changed when it raises, as it does (`UpdateAborted`) of an aborted ticket; all copies have stopped.
+        Either way `release` is due."""
+        if self._is_in_place:
+            return await self._apply_in_place(ticket)
+        scatters, aborted = self._scatters, None
+        assert scatters is not None, "an apply goes on before it has begun"
         why, is_cut_short = "an apply was cut short; please report it", False
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(scatters.run)
                 try:
-                    await self._start_all(ticket, after, scatters)
+                    while self.num_written < len(self._groups):
+                        self._start(await self._wait_ready(ticket, self.num_written), scatters)
                 except UpdateAborted as exc:
                     aborted = exc
                 finally:
@@ -305,13 +312,13 @@ class ReceiveEngine:
         for group in self._groups:
             self._perform(self._ring.drained(await self._wait_ready(ticket, group.index)))
 
-    async def _start_all(self, ticket: int, after: Event, scatters: Scatters) -> None:
-        for group in self._groups:
-            slot = await self._wait_ready(ticket, group.index)
-            then = functools.partial(self._check_again, group) if self._ring.is_shared(slot) else None
-            # One stream: what waits behind the first copy waits for `after` too.
-            scatters.start(group, slot, after=None if group.index else after, then=then)
-            self.num_written += 1
+    def _start(self, slot: int, scatters: Scatters) -> None:
+        """Write the next group."""
+        group, after = self._groups[self.num_written], self._after
+        self._after = None  # one stream: what waits behind the first copy waits for it too
+        then = functools.partial(self._check_again, group) if self._ring.is_shared(slot) else None
+        scatters.start(group, slot, after=after, then=then)
+        self.num_written += 1
 
     async def _check_again(self, group: Group) -> None:
         """What is still right was so when it was copied: a relay that is bypassed writes at most once."""
@@ -321,10 +328,14 @@ class ReceiveEngine:
                 " that were found right before; send the version again"
             )
 
+    def _take_ready(self, ticket: int, group: int) -> int | None:
+        """Its slot, which is about to be read; None if not all of the group is there."""
+        slot = self._ready.pop((ticket, group), None)
+        return slot if slot is not None and self._ring.draining(slot, ticket) else None
+
     async def _wait_ready(self, ticket: int, group: int) -> int:
         while True:
-            slot = self._ready.pop((ticket, group), None)
-            if slot is not None and self._ring.draining(slot, ticket):
+            if (slot := self._take_ready(ticket, group)) is not None:
                 return slot
             if ticket in self._aborted:
                 raise UpdateAborted(f"ticket {ticket} was aborted: {self._aborted[ticket]}")
@@ -353,6 +364,9 @@ class ReceiveEngine:
                     self._perform(self._ring.replaced(slot))
                 case ToLeader():
                     self._to_leader(action)
+                    is_vacant = isinstance(action.message, Vacant)
+                    if is_vacant and self._context.credits_ahead and self._ticket:
+                        self._perform(self._ring.expect(self._ticket + 1, self._incoming))
 
     def _give_credit(self, give: GiveCredit) -> None:
         piece = self._groups[give.group].pieces[give.piece]

@@ -57,6 +57,15 @@ class Scatters:
             self._flying.append((slot, event, then))
             self._changed.set()
 
+    def close_if_over(self) -> bool:
+        """Close, if every copy so far has ended well, so that nothing is to be waited for."""
+        is_well = self.error is None and all(e.is_done() and then is None for _, e, then in self._flying)
+        if is_well:
+            self._last += [slot for slot, _, _ in self._flying]
+            self._flying.clear()
+            self.close()
+        return is_well
+
     def close(self) -> None:
         """No more will be started: `run` returns when those in flight have stopped, `release` is due then."""
         self._is_closed = True

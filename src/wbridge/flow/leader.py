@@ -49,8 +49,8 @@ class Leader:
     announced ticket makes it hold the workers, the offer goes out when all are ready, and the grant is the
     commit.
 
-    `lands_when_parked`: direct receiver staging; the coordinator hears that a version has landed only once the
-    workers stand still for it, wherever its bytes are.
+    `lands_when_parked`: direct receiver staging; the coordinator hears that a version has landed only once
+    the workers stand still for it, wherever its bytes are.
     """
 
     def __init__(self, num_workers: int, *, lands_when_parked: bool, max_poll_skew: int) -> None:

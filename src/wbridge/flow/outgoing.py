@@ -32,7 +32,7 @@ class _Source:
 
     def __init__(self) -> None:
         self.shares: dict[str, _Share] = {}
-        self.early: dict[str, set[Piece]] = {}  # credits that have overtaken the grant
+        self.early: dict[str, set[Piece]] = {}  # credits that came before the grant, if one follows
         self.retired = False
 
     @property
@@ -75,7 +75,7 @@ class Outgoing:
         return out
 
     def credit(self, receiver: str, ticket: int, group: int, piece: int) -> list[OutgoingAction]:
-        """The receiver lets us write this piece, once. It may overtake the grant; a void one is dropped,
+        """The receiver lets us write this piece, once. It may come before the grant; a void one is dropped,
         and one that comes when the ticket is over is answered: we have stopped."""
         if ticket > self._announced:
             self._sources.setdefault(ticket, _Source())
@@ -83,6 +83,8 @@ class Outgoing:
         if source is None:
             return [SendStopped(receiver, ticket, group)]
         if receiver not in source.shares:
+            if source.retired:
+                return [SendStopped(receiver, ticket, group)]
             source.early.setdefault(receiver, set()).add((group, piece))
             return []
         out: list[OutgoingAction] = []
@@ -147,7 +149,8 @@ class Outgoing:
     def retired(self, ticket: int) -> list[OutgoingAction]:
         """No receiver needs the source any more. It is free once our own puts are over.
 
-        A receiver that got a piece of ours from elsewhere is told that we do not write it any more.
+        A receiver that got a piece of ours from elsewhere, or gave us credits and was not granted the ticket,
+        is told that we do not write it any more.
         """
         source = self._sources.get(ticket)
         if source is None:
@@ -156,7 +159,8 @@ class Outgoing:
         for share in source.shares.values():
             share.spare.clear()
         unwritten = [receiver for receiver, share in source.shares.items() if share.due]
-        return [*self.aborted(ticket, unwritten), *self._free_if_over(ticket)]
+        unserved = [SendStopped(r, ticket, -1) for r in sorted(source.early.keys() - source.shares.keys())]
+        return [*unserved, *self.aborted(ticket, unwritten), *self._free_if_over(ticket)]
 
     def receiver_lost(self, receiver: str) -> list[OutgoingAction]:
         """Nobody is there to be told; what flies ends by itself."""

@@ -38,15 +38,17 @@ class _Slot:
 
 
 class _Grant:
-    """The ticket that this ring is taking."""
+    """The ticket that this ring is taking, or expects to take."""
 
-    def __init__(self, ticket: int, groups: Sequence[Incoming]) -> None:
+    def __init__(self, ticket: int, groups: Sequence[Incoming], *, is_given: bool) -> None:
         self.ticket = ticket
+        self.is_given = is_given
         self.before_hold = 0
         self.writers = [list(group.writers) for group in groups]
         self.queues: dict[int, list[int]] = {}  # stage -> groups not credited yet, in order
         for index, group in enumerate(groups):
             self.queues.setdefault(group.stage, []).append(index)
+        self.num_in_stage = {stage: len(queue) for stage, queue in self.queues.items()}
         self.num_groups = self.num_undrained = len(groups)
         self.num_ready = 0
 
@@ -93,20 +95,33 @@ class ReceiverRing:
         """The ring's memory is there: tell the leader."""
         return [ToLeader(Vacant(0, parked=True))] if self._parked else self._go_on([])
 
+    def expect(self, ticket: int, groups: Sequence[Incoming]) -> list[RingAction]:
+        """Credit the first groups of the ticket that is likely to be granted next. Their writers wait for the
+        grant; that of another ticket voids this."""
+        if not self._is_vacant or not groups:
+            return []
+        self._grant = _Grant(ticket, groups, is_given=False)
+        return self._go_on([])
+
     def grant(self, ticket: int, groups: Sequence[Incoming], *, before_hold: int = 0) -> list[RingAction]:
-        """Take a grant: credit its first groups. Tickets only go up; what is left of an earlier is void.
+        """Take a grant: credit its first groups, if it was not expected. Tickets only go up; what is left of
+        an earlier is void.
 
         `before_hold`: the leader hears when so many groups are there, or as many as fit, if not all do.
         """
         assert ticket > self._newest, f"ticket {ticket} granted after {self._newest}"
         out: list[RingAction] = []
-        self._void(out)
         self._newest = ticket
-        self._grant = _Grant(ticket, groups)
-        room = sum(min(len(q), len(self._stage_slots[s])) for s, q in self._grant.queues.items())
-        self._grant.before_hold = min(before_hold, room)
+        if self._grant is None or self._grant.is_given or self._grant.ticket != ticket:
+            self._void(out)
+            self._grant = _Grant(ticket, groups, is_given=True)
+        grant = self._grant
+        grant.is_given = True
+        room = sum(min(n, len(self._stage_slots[s])) for s, n in grant.num_in_stage.items())
+        grant.before_hold = min(before_hold, room)
+        if grant.num_ready >= (grant.before_hold or grant.num_groups):  # they have come before it
+            self._tell_landed(grant, out)
         if not groups:
-            out.append(ToLeader(Landed(ticket)))
             self._end_grant()
         return self._go_on(out)
 
@@ -241,6 +256,10 @@ class ReceiverRing:
     # What follows from the state -----------------------------------------------------------------------
 
     @property
+    def _is_vacant(self) -> bool:
+        return self._grant is None and all(slot.state == "free" for slot in self._slots)
+
+    @property
     def _current(self) -> int:
         return 0 if self._grant is None else self._grant.ticket
 
@@ -269,8 +288,7 @@ class ReceiverRing:
             kept = {*self._held, self._current}
             for ticket in [t for t in self._stops if t <= self._newest and t not in kept]:
                 del self._stops[ticket]
-        vacant = self._grant is None and all(slot.state == "free" for slot in self._slots)
-        if vacant and not self._parked and self._told_vacant < self._num_ended:
+        if not self._parked and self._told_vacant < self._num_ended and self._is_vacant:
             self._told_vacant = self._num_ended
             out.append(ToLeader(Vacant(self._num_ended)))
         return out
@@ -308,11 +326,14 @@ class ReceiverRing:
             return
         slot.state = "ready"
         out.append(GroupReady(slot.ticket, slot.group, slot.index))
-        self._grant.num_ready += 1
-        if self._grant.num_ready == self._grant.num_groups:
-            out.append(ToLeader(Landed(slot.ticket)))
-        elif self._grant.num_ready == self._grant.before_hold:
-            out.append(ToLeader(Landed(slot.ticket, whole=False)))
+        grant = self._grant
+        grant.num_ready += 1
+        if grant.is_given and grant.num_ready in (grant.before_hold, grant.num_groups):
+            self._tell_landed(grant, out)
+
+    def _tell_landed(self, grant: _Grant, out: list[RingAction]) -> None:
+        """All groups are there, or as many as are to be before the hold."""
+        out.append(ToLeader(Landed(grant.ticket, whole=grant.num_ready == grant.num_groups)))
 
     def _vacate(self, index: int, out: list[RingAction]) -> None:
         """The slot's content is not needed any more."""
@@ -343,5 +364,5 @@ class ReceiverRing:
         assert self._grant is not None, "no grant to end"
         for stage, queue in self._grant.queues.items():
             self._next[stage] += len(queue)
+        self._num_ended += self._grant.is_given
         self._grant = None
-        self._num_ended += 1

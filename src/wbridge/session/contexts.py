@@ -100,6 +100,7 @@ async def open_receiver_context(
         config=config,
         transport=transport,
         staging=staging,
+        credits_ahead=is_local and config.effective_delivery == "every" and not staging.takes_parked,
         relay=relay,
         checksums=frozenset(),
         endpoints=endpoints,

@@ -31,6 +31,8 @@ class Call(Generic[T]):
 
     def __init__(self) -> None:
         self.finished: Future[T] = Future()
+        self.on_cancel: Callable[[], None] | None = None
+        """What a cancellation does while no coroutine runs; in the loop thread."""
         self._scope: anyio.CancelScope | None = None
         self._cancel_requested = False
 
@@ -55,6 +57,8 @@ class Call(Generic[T]):
         self._cancel_requested = True
         if self._scope is not None:
             self._scope.cancel()
+        elif self.on_cancel is not None and not self.finished.done():
+            self.on_cancel()
 
 
 class Loop(Protocol):
@@ -77,6 +81,10 @@ class Loop(Protocol):
             EndpointClosed: the loop has not started or has ended, or this process is a fork of the one
                 that started it.
         """
+        ...
+
+    def begin(self, call: Call[T], work: Callable[[], Awaitable[T]]) -> None:
+        """Like `submit`, for a call that is there already, and from the loop itself."""
         ...
 
     def call(self, function: Callable[[], object]) -> None:
@@ -132,10 +140,10 @@ class LoopThread:
 
     def submit(self, work: Callable[[], Awaitable[T]]) -> Call[T]:
         call: Call[T] = Call()
-        self.call(functools.partial(self._begin, call, work))
+        self.call(functools.partial(self.begin, call, work))
         return call
 
-    def _begin(self, call: Call[T], work: Callable[[], Awaitable[T]]) -> None:
+    def begin(self, call: Call[T], work: Callable[[], Awaitable[T]]) -> None:
         if self._is_over:
             call.finished.set_exception(EndpointClosed(f"{self.name} is closed"))
         else:

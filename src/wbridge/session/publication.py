@@ -6,8 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal
 
-import anyio
-
+from wbridge.device.wakeup import Latch
 from wbridge.errors import BarrierTimeout, WBridgeError
 from wbridge.flow.messages import EngineOutcome, Outcome
 from wbridge.session.script import Script, Wait
@@ -30,10 +29,12 @@ class Publication:
         self.outcomes: Outcomes = {}
         self.error: WBridgeError | None = None
         """Why it ended everywhere, or why the send that waits for it must raise."""
-        self.answered: anyio.Event = anyio.Event()
+        self.answered: Latch = Latch()
         """The call has got a ticket, or never will: what a cancelled one waits for."""
-        self.released: anyio.Event = anyio.Event()
+        self.released: Latch = Latch()
         """The weights may change again, or the send must raise `error`."""
+        self.then: Callable[[], None] | None = None
+        """Called when it is released."""
         self._open = set(engines)
         self._unsettled = set(engines)
         self._unlanded = set(engines)
@@ -73,6 +74,12 @@ class Publication:
         self.answered.set()
         _resolve(self._landed, error)
         _resolve(self._applied, error)
+
+    def release(self) -> None:
+        self.released.set()
+        then, self.then = self.then, None
+        if then is not None:
+            then()
 
     def let_go(self) -> None:
         """All is over: hold nothing of the epoch, since the caller may keep this for as long as it likes."""

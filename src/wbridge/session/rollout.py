@@ -26,6 +26,7 @@ from wbridge.flow.messages import Alive, Arrived, Credit, Serve, Stopped, Ticket
 from wbridge.ids import Epoch, WorkerId
 from wbridge.observe.stats import UpdateClock, UpdateStats
 from wbridge.plan.types import WorkerPlan
+from wbridge.session.applying import Applying
 from wbridge.session.contexts import open_receiver_context
 from wbridge.session.endpoints import Target, described_by
 from wbridge.session.gate import StepGate
@@ -65,6 +66,7 @@ class Rollout:
         self._respondent: Respondent | None = None
         self._epoch: Epoch | None = None
         self._serve: Serve | None = None
+        self._applies: Applying | None = None
         self._applying: Committed | None = None
         self._committed: Committed | None = None
         self._packed = b""
@@ -266,6 +268,8 @@ class Rollout:
         lockstep = Lockstep(self._target.worker, config, secret=secret, worker=self)
         address = await lockstep.open(tasks, host)
         self._lockstep = lockstep
+        has_rest = self._target.after_apply is not None or self._destinations.has_assembled
+        self._applies = Applying(lockstep, tasks, has_rest=has_rest)
         self._readiness = Readiness(
             lockstep,
             self._pausing,
@@ -362,29 +366,11 @@ class Rollout:
         assert self._tasks is not None and self._epoch is not None and self._serve is not None
         self._applying = Committed(self._epoch, apply.ticket, apply.version)
         self._packed = self._serve.metadata
-        self._tasks.start_soon(self._apply, apply)
-
-    async def _apply(self, apply: Apply) -> None:
-        lockstep, engine, readiness = self._lockstep, self._engine, self._readiness
-        assert lockstep is not None and engine is not None and readiness is not None
+        engine, readiness, applying = self._engine, self._readiness, self._applies
+        assert engine is not None and readiness is not None and applying is not None
         after = readiness.after
         assert after is not None, "an apply comes after its poll was ready"
-        assert self._destinations is not None
-        try:
-            await engine.apply(apply.ticket, after)
-        except UpdateAborted as exc:
-            lockstep.apply_ended(apply.hold, "tainted" if engine.num_written else "aborted", str(exc))
-        except BaseException as exc:  # a failed copy, or the adapter closes: neither old nor new
-            lockstep.apply_ended(apply.hold, "tainted", f"{type(exc).__name__}: {exc}")
-            if not isinstance(exc, Exception):
-                raise
-        else:
-            if self._target.after_apply is not None or self._destinations.has_assembled:
-                lockstep.written(apply.hold)
-            else:
-                lockstep.apply_ended(apply.hold, "applied")
-        finally:
-            engine.release()  # the engine waits for what is above, nobody for this
+        applying.begin(engine, apply, after)
 
     def _frame(self, peer: str, frame: DataFrame) -> None:
         if self._engine is None or frame.epoch != self._epoch:

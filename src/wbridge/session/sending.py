@@ -72,7 +72,8 @@ class SendingEpoch:
         """The version that became a ticket last."""
 
     def begin(self, version: int, metadata: bytes, after: Event) -> Publication | None:
-        """Report a call of `send_weights` whose source is there. None: `send` has to begin it."""
+        """Report a call of `send_weights` whose source is there, which is over when that is released. None:
+        `send` has to make it."""
         if self._ended is not None or self.context.config.debug_source:
             return None
         source = self.context.staging.snapshot_now(after)
@@ -94,22 +95,16 @@ class SendingEpoch:
         self._unfinished.add(publication)
         return publication
 
-    async def send(
-        self, begun: Publication | None, version: int, metadata: bytes, after: Event
-    ) -> Publication:
-        """One call of `send_weights`, or what is left of one that has `begun`. Cancelled: withdraws the call
-        and returns once that is answered."""
-        if begun is None and self._ended is not None:
+    async def send(self, version: int, metadata: bytes, after: Event) -> Publication:
+        """One call of `send_weights`. Cancelled: withdraws the call and returns once that is answered."""
+        if self._ended is not None:
             raise self._ended
-        publication = begun or self._number(version)
+        publication = self._number(version)
         try:
-            if begun is None:
-                await self._publish(publication, metadata, after)
-            else:
-                await publication.released.wait()
+            await self._publish(publication, metadata, after)
         except BaseException as exc:  # whatever it is, no other rank waits for this call; raised again
             with anyio.CancelScope(shield=True):
-                await self._withdraw(publication)
+                await self.withdraw(publication)
             if isinstance(exc, BaseExceptionGroup):
                 raise first_error(exc) from exc
             raise
@@ -188,7 +183,7 @@ class SendingEpoch:
             )
         return source
 
-    async def _withdraw(self, publication: Publication) -> None:
+    async def withdraw(self, publication: Publication) -> None:
         """Cancel a call, and wait until nothing of it reads the weights any more."""
         self._post(WithdrawCall(publication.call))
         with anyio.move_on_after(self.context.config.coordinator_timeout_s):
@@ -284,7 +279,7 @@ class SendingEpoch:
     def _source_free(self, ticket: int) -> None:
         publication = self._by_ticket.get(ticket)
         if publication is not None:
-            publication.released.set()
+            publication.release()
             if publication.is_over:
                 self._forget(publication)
 
@@ -292,7 +287,7 @@ class SendingEpoch:
         if publication.source is not None:
             publication.source.release()
         publication.fail(error)
-        publication.released.set()
+        publication.release()
         self._forget(publication)
 
     def _forget(self, publication: Publication) -> None:

@@ -28,6 +28,7 @@ from wbridge.plan.types import WorkerPlan
 from wbridge.session.contexts import open_sender_context
 from wbridge.session.endpoints import Source, described_by
 from wbridge.session.member import Addresses
+from wbridge.session.portal import Call
 from wbridge.session.publication import Publication
 from wbridge.session.script import Script, Wait
 from wbridge.session.sending import SendingEpoch
@@ -76,11 +77,8 @@ class Trainer:
         packed = pack_metadata(metadata)
         begun_s = time.perf_counter()
         after = self._worker.stream_of_caller(stream).record()
-        sent = version, packed, after
-        begun: list[tuple[SendingEpoch, Publication]] = []
-        # First, since a task takes longer to begin than what can be done at once.
-        self._worker.loop.call(functools.partial(self._begin_send, begun, *sent))
-        call = self._worker.loop.submit(functools.partial(self._send, begun, *sent))
+        call: Call[Publication] = Call()
+        self._worker.loop.call(functools.partial(self._begin_send, call, version, packed, after))
         publication: Publication = yield Wait(call.finished, lambda: self._worker.loop.cancel(call))
         self.last_send = SendStats(time.perf_counter() - begun_s, self.standings.lag)
         return publication
@@ -119,27 +117,53 @@ class Trainer:
 
     # The loop thread: `Role` -----------------------------------------------------------------------------
 
-    def _begin_send(
-        self, begun: list[tuple[SendingEpoch, Publication]], version: int, metadata: bytes, after: Event
-    ) -> None:
-        epoch = self._epoch
+    def _begin_send(self, call: Call[Publication], version: int, metadata: bytes, after: Event) -> None:
+        """Send without a task of its own, where all that is to be waited for is the end of the transfer."""
+        epoch, publication = self._epoch, None
         if self._live.is_set() and epoch is not None:
-            publication = epoch.begin(version, metadata, after)
-            if publication is not None:
-                begun.append((epoch, publication))
+            try:
+                publication = epoch.begin(version, metadata, after)
+            except Exception as exc:  # reported to the caller's thread, which raises it
+                call.finished.set_exception(exc)
+                return
+        if epoch is None or publication is None:
+            self._worker.loop.begin(call, functools.partial(self._send, version, metadata, after))
+            return
+        publication.then = functools.partial(self._end_send, call, epoch, publication)
+        call.on_cancel = functools.partial(self._cancel_send, call, epoch, publication)
 
-    async def _send(
-        self, begun: list[tuple[SendingEpoch, Publication]], version: int, metadata: bytes, after: Event
-    ) -> Publication:
-        epoch, first = begun[0] if begun else (await self._live_epoch(f"version {version}"), None)
+    def _end_send(self, call: Call[Publication], epoch: SendingEpoch, publication: Publication) -> None:
+        error = publication.error
+        if error is None:
+            self._last_version = publication.version
+            call.finished.set_result(publication)
+        else:
+            if isinstance(error, BarrierTimeout):
+                self._note_partial(epoch, publication.version)
+            call.finished.set_exception(error)
+
+    def _cancel_send(self, call: Call[Publication], epoch: SendingEpoch, publication: Publication) -> None:
+        async def withdraw() -> Publication:
+            with anyio.CancelScope(shield=True):
+                await epoch.withdraw(publication)
+            raise UpdateAborted(f"version {publication.version}: its send was cancelled")
+
+        call.on_cancel = publication.then = None
+        self._worker.loop.begin(call, withdraw)
+
+    async def _send(self, version: int, metadata: bytes, after: Event) -> Publication:
+        epoch = await self._live_epoch(f"version {version}")
         try:
-            publication = await epoch.send(first, version, metadata, after)
+            publication = await epoch.send(version, metadata, after)
         except BarrierTimeout:
-            if epoch.announced == version:  # engines that took it in time have it
-                self._last_version = version
+            self._note_partial(epoch, version)
             raise
         self._last_version = version
         return publication
+
+    def _note_partial(self, epoch: SendingEpoch, version: int) -> None:
+        if epoch.announced == version:  # engines that took it in time have it
+            self._last_version = version
 
     async def _reconfigure(self, values: dict[str, Value], patience_s: float) -> None:
         if self._ended is not None:

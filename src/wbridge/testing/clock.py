@@ -143,11 +143,13 @@ class SharedLoop:
         self._is_started = True
 
     def submit(self, work: Callable[[], Awaitable[T]]) -> Call[T]:
-        context = self._context()
         call: Call[T] = Call()
-        self._calls.add(call)
-        context.run(self._tasks.start_soon, self._run, call, work)
+        self._context().run(self.begin, call, work)
         return call
+
+    def begin(self, call: Call[T], work: Callable[[], Awaitable[T]]) -> None:
+        self._calls.add(call)
+        self._tasks.start_soon(self._run, call, work)
 
     def call(self, function: Callable[[], object]) -> None:
         asyncio.get_running_loop().call_soon(function, context=self._context())

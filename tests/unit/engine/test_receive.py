@@ -35,6 +35,9 @@ async def test_a_landed_version_is_waited_for_once(
         def __init__(self, event: Event) -> None:
             self.event = event
 
+        def is_done(self) -> bool:
+            return self.event.is_done()
+
         async def wait(self) -> None:
             if not self.event.is_done():
                 waits.append(1)
