@@ -11,6 +11,7 @@ import anyio.abc
 import anyio.to_thread
 
 from wbridge.device.base import Event
+from wbridge.device.wakeup import Latch
 from wbridge.engine.checks import Check, Checks
 from wbridge.engine.context import ReceiverContext, close_endpoints
 from wbridge.engine.credits import CreditSender
@@ -53,7 +54,7 @@ class ReceiveEngine:
         self._ready: dict[tuple[int, int], int] = {}
         self._ticket = 0
         self._aborted: dict[int, str] = {}
-        self._progress = anyio.Event()
+        self._progress = Latch()
         self._exchange = self._join_exchange()
         self._scatters: Scatters | None = None
         self._after: Event | None = None
@@ -343,7 +344,7 @@ class ReceiveEngine:
 
     def _wake(self) -> None:
         self._progress.set()
-        self._progress = anyio.Event()
+        self._progress = Latch()
 
     # Actions of the ring ------------------------------------------------------------------------------
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-import anyio
-
 from wbridge.device.base import Event
+from wbridge.device.wakeup import Latch
 from wbridge.plan.types import Group
 from wbridge.staging.base import ReceiverStaging
 
@@ -37,7 +36,7 @@ class Scatters:
         self._flying: deque[tuple[int, Event, Then | None]] = deque()  # the older, the earlier it ends
         self._last: list[int] = []
         self._is_closed = False
-        self._changed = anyio.Event()
+        self._changed = Latch()
         self.error: Exception | None = None
 
     @property
@@ -75,7 +74,7 @@ class Scatters:
         """Give slots back until closed. Cancelled: the copies go on, and their slots stay taken."""
         while self._flying or not self._is_closed:
             if not self._flying:
-                self._changed = anyio.Event()
+                self._changed = Latch()
                 await self._changed.wait()
                 continue
             count = 1 if self._wants_slots() else len(self._flying)

@@ -11,6 +11,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from wbridge.device.memory import move
+from wbridge.device.wakeup import Latch
 
 _INLINE_NBYTES: Final = 256 * 1024
 """Longer copies run in a thread, without the GIL, so that the loop goes on."""
@@ -20,12 +21,12 @@ class Copies:
     """The copies of one endpoint that are under way."""
 
     def __init__(self) -> None:
-        self._running: set[anyio.Event] = set()
+        self._running: set[Latch] = set()
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
         """Surround a copy; it counts as running until the end of the block."""
-        ended = anyio.Event()
+        ended = Latch()
         self._running.add(ended)
         try:
             yield
