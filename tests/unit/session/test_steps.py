@@ -240,3 +240,22 @@ async def test_c45_a_failure_midway_taints_the_engine_until_a_whole_version_land
         for receiver in job.receivers:
             async with receiver.step() as version:
                 assert version == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_c45_a_version_that_changes_nothing_counts_when_it_is_applied_and_not_before(
+    mode: str, tmp_path: Path
+) -> None:
+    async with running(tmp_path, mode, engines={"engine-0": 2}) as job:
+        await job.update(1)
+        async with anyio.create_task_group() as tasks:
+            for sender in job.senders:
+                tasks.start_soon(sender.send_weights, 2)
+            await anyio.wait_all_tasks_blocked()
+            for receiver in job.receivers:
+                assert receiver.version == 1
+                async with receiver.step() as version:
+                    assert version == 1
+            assert [update.version for update in await job.take()] == [2, 2]
+        assert [receiver.version for receiver in job.receivers] == [2, 2]
+        assert job.holds(1)
