@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 
@@ -47,3 +48,13 @@ def test_broken_part_says_so(tmp_path, monkeypatch) -> None:  # type: ignore[no-
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(wbridge.NativeUnavailable, match="does not load: libgone"):
         native.require("wbridge_broken_part")
+
+
+def test_the_command_runs_as_a_module_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["anything", "--version"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("wbridge", run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"wbridge {wbridge.__version__}\n"
