@@ -147,7 +147,9 @@ def check_environment(options: Options) -> bool:
         f"for name in {DISTRIBUTIONS!r}: print(name, importlib.metadata.version(name))",
         "from wbridge.native.extension import why_missing",
         "print('torch', torch.__version__, 'CUDA', torch.version.cuda, 'GPU', torch.cuda.is_available())",
+        "from wbridge.native.ucx import why_missing as why_no_ucx",
         "print('native extension:', why_missing() or 'used')",
+        "print('UCX:', why_no_ucx() or 'used')",
         "if not torch.cuda.is_available(): sys.exit('torch sees no GPU')",
         "print(torch.cuda.get_device_name(0))",
     ]

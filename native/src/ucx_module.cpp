@@ -34,16 +34,27 @@ nb::list drain(UcxWorker &worker) {
 
 NB_MODULE(_ucx, module) {
     module.doc() = "A UCX worker with one-sided puts, progressed outside the GIL.";
-    module.attr("INTERFACE") = 2;
+    module.attr("INTERFACE") = 3;
     module.attr("FINISHED") = static_cast<int>(wbridge::UcxEvent::finished);
     module.attr("FRAME") = static_cast<int>(wbridge::UcxEvent::frame);
     module.attr("LOST") = static_cast<int>(wbridge::UcxEvent::lost);
 
     nb::class_<UcxWorker>(module, "Worker", "Memory that a running operation uses is the caller's to keep.")
-        .def(nb::init<const UcxWorker::Settings &, const UcxWorker::Settings &, std::uint64_t, std::size_t>(),
-             nb::kw_only(), nb::arg("required"), nb::arg("preferred"), nb::arg("frame_tag"), nb::arg("frame_nbytes"))
+        .def(
+            "__init__",
+            [](UcxWorker *self, const UcxWorker::Settings &required, const UcxWorker::Settings &preferred,
+               std::uint64_t frame_tag, std::size_t frame_nbytes, std::pair<std::uintptr_t, std::uintptr_t> entrance) {
+                const nb::gil_scoped_release released;  // the entrance may be Python's
+                new (self) UcxWorker(required, preferred, frame_tag, frame_nbytes,
+                                     {reinterpret_cast<int (*)(void *)>(entrance.first),
+                                      reinterpret_cast<void *>(entrance.second)});
+            },
+            nb::kw_only(), nb::arg("required"), nb::arg("preferred"), nb::arg("frame_tag"), nb::arg("frame_nbytes"),
+            nb::arg("entrance") = std::pair<std::uintptr_t, std::uintptr_t>(0, 0),
+            "`entrance`: the address of a C function and its argument, for the thread to call first.")
         .def_prop_ro("address", [](const UcxWorker &self) { return to_bytes(self.address()); })
         .def_prop_ro("descriptor", &UcxWorker::descriptor, "An eventfd, readable while `drain` has something.")
+        .def_prop_ro("kinds", &UcxWorker::kinds, "Names of the kinds of memory that UCX handles here.")
         .def_prop_ro("num_wakeups", &UcxWorker::num_wakeups, "How often the thread has woken up.")
         .def(
             "connect",
@@ -55,13 +66,14 @@ NB_MODULE(_ucx, module) {
             nb::arg("address"), nb::kw_only(), nb::arg("watched"), "Return the number of a route.")
         .def(
             "map",
-            [](UcxWorker &self, nb::handle memory) {
+            [](UcxWorker &self, nb::handle memory, const std::string &kind) {
                 const Bytes bytes(memory, PyBUF_WRITABLE);
                 const nb::gil_scoped_release released;
-                return self.map(bytes.data(), static_cast<std::size_t>(bytes.nbytes()));
+                return self.map(bytes.data(), static_cast<std::size_t>(bytes.nbytes()), kind);
             },
-            nb::arg("memory"), nb::sig("def map(self, memory: typing_extensions.Buffer) -> int"),
-            "Let peers write `memory`; return the number of a region.")
+            nb::arg("memory"), nb::kw_only(), nb::arg("kind"),
+            nb::sig("def map(self, memory: typing_extensions.Buffer, *, kind: str) -> int"),
+            "Let peers write `memory`, the addresses of memory of that kind; return the number of a region.")
         .def("unmap", &UcxWorker::unmap, nb::arg("region"), Released())
         .def(
             "pack",
@@ -106,13 +118,14 @@ NB_MODULE(_ucx, module) {
             nb::sig("def receive(self, memory: typing_extensions.Buffer, tag: int) -> int"))
         .def(
             "put",
-            [](UcxWorker &self, std::uint64_t route, nb::handle memory, std::uint64_t remote, std::uint64_t key) {
+            [](UcxWorker &self, std::uint64_t route, nb::handle memory, std::uint64_t remote, std::uint64_t key,
+               const std::string &kind) {
                 const Bytes bytes(memory, PyBUF_SIMPLE);
-                return self.put(route, bytes.data(), static_cast<std::size_t>(bytes.nbytes()), remote, key);
+                return self.put(route, bytes.data(), static_cast<std::size_t>(bytes.nbytes()), remote, key, kind);
             },
-            nb::arg("route"), nb::arg("memory"), nb::arg("remote"), nb::arg("key"),
-            nb::sig("def put(self, route: int, memory: typing_extensions.Buffer, remote: int, key: int) -> int"),
-            "Write `memory` to the peer's address `remote`; over when the bytes are in place there.")
+            nb::arg("route"), nb::arg("memory"), nb::arg("remote"), nb::arg("key"), nb::kw_only(), nb::arg("kind"),
+            nb::sig("def put(self, route: int, memory: typing_extensions.Buffer, remote: int, key: int, *, kind: str) -> int"),
+            "Write `memory`, of that kind, to the peer's address `remote`; over when the bytes are in place there.")
         .def(
             "put_runs",
             [](UcxWorker &self, std::uint64_t route, nb::handle runs, std::uint64_t base, std::uint64_t remote,

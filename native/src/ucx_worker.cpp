@@ -68,6 +68,27 @@ ucp_context_h open_context(const UcxWorker::Settings &required, const UcxWorker:
     return context;
 }
 
+std::vector<std::string> kinds_of(ucp_context_h context) {
+    ucp_context_attr_t attributes{};
+    attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
+    check(ucp_context_query(context, &attributes), "ucp_context_query");
+    std::vector<std::string> kinds;
+    for (int type = 0; type < UCS_MEMORY_TYPE_LAST; type++)
+        if (attributes.memory_types & UCS_BIT(type)) kinds.emplace_back(ucs_memory_type_names[type]);
+    return kinds;
+}
+
+// UCX itself maps memory that none of its transports reaches, and copies as the host does between addresses that
+// the host must not touch.
+ucs_memory_type_t memory_type(const std::string &kind, const std::vector<std::string> &kinds) {
+    for (const auto type : {UCS_MEMORY_TYPE_HOST, UCS_MEMORY_TYPE_CUDA}) {
+        if (kind != ucs_memory_type_names[type]) continue;
+        if (std::find(kinds.begin(), kinds.end(), kind) != kinds.end()) return type;
+        throw std::runtime_error("UCX has no transport for memory of kind '" + kind + "' here");
+    }
+    throw std::invalid_argument("memory of kind '" + kind + "': slots are of kind 'host' or 'cuda'");
+}
+
 ucp_request_param_t with(void *user_data) {
     ucp_request_param_t parameters{};
     parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
@@ -107,32 +128,53 @@ struct UcxWorker::Route {
     ucp_ep_h endpoint = nullptr;
 };
 
-UcxWorker::UcxWorker(const Settings &required, const Settings &preferred, Number frame_tag, std::size_t frame_nbytes)
+UcxWorker::UcxWorker(const Settings &required, const Settings &preferred, Number frame_tag, std::size_t frame_nbytes,
+                     Entrance entrance)
     : frame_tag_(frame_tag), frame_nbytes_(frame_nbytes) {
-    try {
-        context_ = open_context(required, preferred);
-        ucp_worker_params_t parameters{};
-        parameters.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
-        parameters.thread_mode = UCS_THREAD_MODE_SERIALIZED;
-        check(ucp_worker_create(context_, &parameters, &worker_), "ucp_worker_create");
-        check(ucp_worker_get_efd(worker_, &wake_), "ucp_worker_get_efd");
-        ucp_address_t *address;
-        std::size_t nbytes;
-        check(ucp_worker_get_address(worker_, &address, &nbytes), "ucp_worker_get_address");
-        address_.assign(reinterpret_cast<const char *>(address), nbytes);
-        ucp_worker_release_address(worker_, address);
-        kick_ = open_eventfd();
-        bell_ = open_eventfd();
-        for (int index = 0; index < num_frames; index++) {
-            frames_.push_back(std::make_unique<Frame>());
-            frames_.back()->worker = this;
-            frames_.back()->bytes.resize(frame_nbytes_);
-            receive_frame(*frames_.back());
+    std::promise<void> opened;
+    thread_ = std::thread([&, this] {
+        try {
+            open(required, preferred, entrance);
+        } catch (...) {
+            shut(Clock::now());
+            opened.set_exception(std::current_exception());
+            return;
         }
-        thread_ = std::thread([this] { run(); });
+        opened.set_value();  // from here on only `this` may be used
+        run();
+    });
+    try {
+        opened.get_future().get();
     } catch (...) {
-        shut(Clock::now());
+        thread_.join();
         throw;
+    }
+}
+
+// In the thread that makes all calls of UCX: on a GPU they belong to the context of their thread.
+void UcxWorker::open(const Settings &required, const Settings &preferred, Entrance entrance) {
+    if (entrance.function != nullptr)
+        if (const int code = entrance.function(entrance.argument); code != 0)
+            throw std::runtime_error("the thread of UCX cannot enter the GPU: code " + std::to_string(code));
+    context_ = open_context(required, preferred);
+    kinds_ = kinds_of(context_);
+    ucp_worker_params_t parameters{};
+    parameters.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+    parameters.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+    check(ucp_worker_create(context_, &parameters, &worker_), "ucp_worker_create");
+    check(ucp_worker_get_efd(worker_, &wake_), "ucp_worker_get_efd");
+    ucp_address_t *address;
+    std::size_t nbytes;
+    check(ucp_worker_get_address(worker_, &address, &nbytes), "ucp_worker_get_address");
+    address_.assign(reinterpret_cast<const char *>(address), nbytes);
+    ucp_worker_release_address(worker_, address);
+    kick_ = open_eventfd();
+    bell_ = open_eventfd();
+    for (int index = 0; index < num_frames; index++) {
+        frames_.push_back(std::make_unique<Frame>());
+        frames_.back()->worker = this;
+        frames_.back()->bytes.resize(frame_nbytes_);
+        receive_frame(*frames_.back());
     }
 }
 
@@ -154,15 +196,16 @@ UcxWorker::Number UcxWorker::connect(const std::string &address, bool watched) {
     return number;
 }
 
-UcxWorker::Number UcxWorker::map(void *memory, std::size_t nbytes) {
+UcxWorker::Number UcxWorker::map(void *memory, std::size_t nbytes, const std::string &kind) {
     const Number number = next_++;
+    const auto type = memory_type(kind, kinds_);
     call([&] {
         ucp_mem_map_params_t parameters{};
         parameters.field_mask =
             UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
         parameters.address = memory;
         parameters.length = nbytes;
-        parameters.memory_type = UCS_MEMORY_TYPE_HOST;
+        parameters.memory_type = type;
         ucp_mem_h region;
         check(ucp_mem_map(context_, &parameters, &region), "ucp_mem_map");
         regions_.emplace(number, region);
@@ -239,13 +282,15 @@ UcxWorker::Number UcxWorker::receive(void *memory, std::size_t nbytes, Number ta
     });
 }
 
-UcxWorker::Number UcxWorker::put(Number number, const void *memory, std::size_t nbytes, Number remote, Number key) {
+UcxWorker::Number UcxWorker::put(Number number, const void *memory, std::size_t nbytes, Number remote, Number key,
+                                 const std::string &kind) {
+    const auto type = memory_type(kind, kinds_);
     auto operation = std::make_unique<Operation>(this, number);
     operation->must_flush = true;
     return begin(std::move(operation), [=, this_ = this](Operation &self) {
         auto parameters = with(&self);
         parameters.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-        parameters.memory_type = UCS_MEMORY_TYPE_HOST;
+        parameters.memory_type = type;
         parameters.cb.send = on_sent;
         self.key = this_->keys_.at(key);
         return ucp_put_nbx(this_->route(self.route).endpoint, memory, nbytes, remote, self.key.get(), &parameters);

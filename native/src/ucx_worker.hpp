@@ -35,24 +35,34 @@ struct UcxRun {
     std::uint64_t nbytes;
 };
 
+// What a thread calls before it works with memory that is not the host's: other than 0 is a failure.
+struct Entrance {
+    int (*function)(void *) = nullptr;
+    void *argument = nullptr;
+};
+
 class UcxWorker {
 public:
     using Settings = std::vector<std::pair<std::string, std::string>>;
     using Number = std::uint64_t;
 
     // `required` settings hold whatever the environment says, `preferred` ones where it is silent. Messages
-    // under `frame_tag`, of at most `frame_nbytes`, are frames.
-    UcxWorker(const Settings &required, const Settings &preferred, Number frame_tag, std::size_t frame_nbytes);
+    // under `frame_tag`, of at most `frame_nbytes`, are frames. The thread calls `entrance` before it opens UCX.
+    UcxWorker(const Settings &required, const Settings &preferred, Number frame_tag, std::size_t frame_nbytes,
+              Entrance entrance);
     UcxWorker(const UcxWorker &) = delete;
     ~UcxWorker();
 
     const std::string &address() const { return address_; }
     int descriptor() const { return bell_; }  // readable while there are events
+    // Which kinds of memory UCX handles here, by its own names for them.
+    const std::vector<std::string> &kinds() const { return kinds_; }
     std::uint64_t num_wakeups() const { return num_wakeups_; }
 
-    // These wait for the thread. Throw std::runtime_error with the operation and UCX's reason.
+    // These wait for the thread. Throw std::runtime_error with the operation and UCX's reason. Memory is of kind
+    // "host" or "cuda", if that is one of `kinds`.
     Number connect(const std::string &address, bool watched);
-    Number map(void *memory, std::size_t nbytes);
+    Number map(void *memory, std::size_t nbytes, const std::string &kind);
     void unmap(Number region);
     std::string pack(Number region);
     Number unpack(Number route, const std::string &key);
@@ -65,7 +75,7 @@ public:
     Number send(Number route, const void *memory, std::size_t nbytes, Number tag);
     Number receive(void *memory, std::size_t nbytes, Number tag);
     // Ends once the bytes are in place there.
-    Number put(Number route, const void *memory, std::size_t nbytes, Number remote, Number key);
+    Number put(Number route, const void *memory, std::size_t nbytes, Number remote, Number key, const std::string &kind);
     Number put_runs(Number route, std::vector<UcxRun> runs, Number base, Number remote, Number key);
 
     std::vector<UcxEvent> drain();
@@ -80,6 +90,7 @@ private:
     // Given back when it is forgotten and no put uses it.
     using Key = std::shared_ptr<std::remove_pointer_t<ucp_rkey_h>>;
 
+    void open(const Settings &required, const Settings &preferred, Entrance entrance);
     void run();
     bool run_commands();
     void sleep();
@@ -116,6 +127,7 @@ private:
     int kick_ = -1;  // there are commands
     int bell_ = -1;  // there are events
     std::string address_;
+    std::vector<std::string> kinds_;
     const Number frame_tag_;
     const std::size_t frame_nbytes_;
     const pid_t process_ = getpid();

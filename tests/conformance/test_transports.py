@@ -9,11 +9,14 @@ import anyio
 import pytest
 import torch
 
+from tests.models.networked import Gpu, NetworkedDevice, let_ucx_reach_gpus
 from wbridge.config import Config
-from wbridge.device.select import open_device
+from wbridge.device.base import Device, NetworkedGpu
+from wbridge.device.select import find_network, open_device, why_no_network
 from wbridge.native.ucx import why_missing
-from wbridge.testing.conformance import CHECKS, DEADLINE_S, OpenPair, Pair
+from wbridge.testing.conformance import CHECKS, DEADLINE_S
 from wbridge.testing.faults import Faults, FaultyTransport
+from wbridge.testing.pairs import OpenPair, Pair
 from wbridge.transport.loopback import LoopbackTransport
 from wbridge.transport.select import open_transports
 from wbridge.transport.shared_memory import SharedMemoryTransport
@@ -108,6 +111,58 @@ async def shared_memory_of_a_gpu() -> AsyncIterator[Pair]:
 
 
 @asynccontextmanager
+async def ucxx_to_device_memory() -> AsyncIterator[Pair]:
+    async with networked_pair("one", "one") as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def ucxx_to_device_memory_between_hosts() -> AsyncIterator[Pair]:
+    async with networked_pair("a", "b") as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def networked_pair(sender_host: str, receiver_host: str) -> AsyncIterator[Pair]:
+    """Whose device memory is the host's to UCX, and nobody else touches it."""
+    if (why := why_missing()) is not None:
+        pytest.skip(why)
+    with pytest.MonkeyPatch.context() as patch, closing(NetworkedDevice()) as device:
+        let_ucx_reach_gpus(patch)
+        async with gpu_pair(device, Gpu(), sender_host, receiver_host) as pair:
+            yield pair
+
+
+@asynccontextmanager
+async def gpu_pair(
+    device: Device, gpu: NetworkedGpu, sender_host: str, receiver_host: str
+) -> AsyncIterator[Pair]:
+    async with (
+        UcxxTransport("sender", host=sender_host, native=True, gpu=gpu) as sender,
+        UcxxTransport("receiver", host=receiver_host, native=True, gpu=gpu) as receiver,
+    ):
+        yield Pair(sender, receiver, device, "device")
+
+
+def ucxx_on_a_gpu(transports: str, sender_host: str, receiver_host: str) -> OpenPair:
+    @asynccontextmanager
+    async def open_pair() -> AsyncIterator[Pair]:
+        if not torch.cuda.is_available():
+            pytest.skip("no GPU is visible to torch")
+        if (why := why_missing() or why_no_network()) is not None:
+            pytest.skip(why)
+        gpu = find_network(["cuda:0"])
+        assert gpu is not None
+        with pytest.MonkeyPatch.context() as patch, closing(open_device("cuda:0")) as device:
+            patch.setenv("UCX_TLS", transports)
+            async with gpu_pair(device, gpu, sender_host, receiver_host) as pair:
+                assert (await pair.connect()).put_from_gpu is not None
+                yield pair
+
+    return open_pair
+
+
+@asynccontextmanager
 async def nearest() -> AsyncIterator[Pair]:
     config = Config(transport="loopback")
     async with (
@@ -136,6 +191,15 @@ async def faulty() -> AsyncIterator[Pair]:
         pytest.param(shared_memory_of_a_gpu, marks=pytest.mark.gpu),
         ucxx,
         ucxx_between_hosts,
+        ucxx_to_device_memory,
+        ucxx_to_device_memory_between_hosts,
+        *[
+            pytest.param(ucxx_on_a_gpu(transports, *hosts), marks=pytest.mark.gpu, id=f"ucxx_on_a_gpu_{name}")
+            for name, transports, hosts in (
+                ("near", "cuda_copy,cuda_ipc,sm,tcp", ("one", "one")),
+                ("far", "tcp,cuda_copy", ("a", "b")),
+            )
+        ],
         ucxx_in_python,
         ucxx_in_python_between_hosts,
         ucxx_from_native_to_python,

@@ -28,7 +28,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTransport]:
     """What makes the transports of the rollout workers lose what is put into them."""
     found: list[FaultyTransport] = []
 
-    def open_transports(config: Config, token: str, *, name: str, access: Access) -> Transports:
+    def open_transports(config: Config, token: str, *, name: str, access: Access, **_: object) -> Transports:
         transports = Transports(config, token, name=name, access=access)
         if name.startswith("rollout/"):
             found.append(FaultyTransport(transports._loopback))

@@ -1,4 +1,7 @@
-"""A process of a job: `python -m tests.gpu.roles ROLE URL MODE NUM_ENGINES DEVICE NUM_LAYERS SHARED`."""
+"""A process: `python -m tests.gpu.roles ROLE URL MODE NUM_ENGINES DEVICE NUM_LAYERS MEMORY TRANSPORT`.
+
+The memory is `shared` for parameters in shared memory, else `slots`.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,8 @@ def engine(url: str, config: dict[str, object], device: str, num_layers: int, *,
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    role, url, mode, num_engines, device, num_layers, shared = sys.argv[1:]
-    config = values(mode, int(num_engines), relay_patience_s=0.05)
+    role, url, mode, num_engines, device, num_layers, shared, transport = sys.argv[1:]
+    config = values(mode, int(num_engines), relay_patience_s=0.05, transport=transport)
     if role == "trainer":
         trainer(url, config, device, int(num_layers))
     else:

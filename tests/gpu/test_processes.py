@@ -18,6 +18,8 @@ from tests.gpu.accelerator import Accelerator
 from tests.gpu.model import is_exactly, load, values
 from tests.process.scripts import heard, tell
 from tests.unit.session.job import MODES, PATIENCE_S, rendezvous, together
+from wbridge.device.select import why_no_network
+from wbridge.native.ucx import why_missing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90)]
 ROOT = Path(__file__).parents[2]
@@ -27,10 +29,11 @@ NUM_LAYERS = 3
 
 @contextmanager
 def process(
-    role: str, url: str, mode: str, num_engines: int, *more: object
+    role: str, url: str, mode: str, num_engines: int, *more: object, transport: str = "auto"
 ) -> Iterator[subprocess.Popen[str]]:
+    arguments = [role, url, mode, str(num_engines), *map(str, more), transport]
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.gpu.roles", role, url, mode, str(num_engines), *map(str, more)],
+        [sys.executable, "-m", "tests.gpu.roles", *arguments],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -68,6 +71,36 @@ def test_whole_versions_cross_between_processes(
     ):
         receiver.connect()
         assert heard(trainer) == "connected"
+        for version in (1, 2, 3, 4):
+            tell(trainer, str(version))
+            update = receiver.poll_requests(wait_s=PATIENCE_S)
+            assert update is not None
+            assert update.version == version
+            assert is_exactly(parameters, version)
+            assert heard(trainer) == f"sent {version} applied"
+
+
+@pytest.mark.parametrize("transports", ["tcp,cuda_copy", "cuda_copy,cuda_ipc,sm,tcp"])
+@pytest.mark.parametrize("mode", ["sync", "sender_overlap"])
+def test_ucx_writes_slots_on_the_gpu(
+    mode: str, transports: str, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the trainer's slots there, or from its snapshot on the host: copied by UCX, or opened by it."""
+    if (why := why_missing() or (why_no_network() if accelerator.is_gpu else None)) is not None:
+        pytest.skip(why)
+    monkeypatch.setenv("UCX_TLS", transports if accelerator.is_gpu else "tcp,self")
+    url = rendezvous(tmp_path)
+    target, parameters = rollout_target("engine-0", 0, 1, NUM_LAYERS, device=accelerator.name)
+    config = values(mode, relay_patience_s=0.05, transport="ucxx")
+    more = (accelerator.name, NUM_LAYERS, "slots")
+    with (
+        process("trainer", url, mode, 1, *more, transport="ucxx") as trainer,
+        wbridge.sync.ReceiverAdapter(target, rendezvous=url, config=config) as receiver,
+    ):
+        receiver.connect()
+        assert heard(trainer) == "connected"
+        staging = receiver._rollout._engine._context.staging  # no public property
+        assert [buffer.is_host for buffer in staging.buffers] == [not accelerator.is_gpu]
         for version in (1, 2, 3, 4):
             tell(trainer, str(version))
             update = receiver.poll_requests(wait_s=PATIENCE_S)

@@ -13,10 +13,11 @@ import msgspec
 
 from wbridge import __version__, native
 from wbridge.cli.table import print_table
-from wbridge.errors import WBridgeError
+from wbridge.errors import NativeUnavailable, WBridgeError
 from wbridge.native import ucx
 from wbridge.native.extension import num_copy_threads, why_missing
 from wbridge.transport.host import host_identity
+from wbridge.transport.ucx_native import USE_GPU, memory_kinds
 
 _UCX_LIBRARY = re.compile(r"\S+/libucp\S*\.so\S*")
 _SITE_UCX = (
@@ -92,14 +93,33 @@ def _rdma() -> Finding:
 
 
 def _ucx_on_gpus() -> Finding:
-    """What lies between hosts is in their memory, whatever UCX could do."""
+    """UCX puts from GPU to GPU if it is told to. Without verbs it copies through the host's memory itself."""
     subject, folder = "GPU between hosts", _ucx_folder()
     if folder is None:
         return Finding(subject, None, "UCX is not loaded")
-    names = {"cuda": "CUDA copies", "cuda_gdrcopy": "gdrcopy"}
-    has = [name for part, name in names.items() if any(folder.glob(f"ucx/libuct_{part}.so*"))]
-    parts = " and ".join(has) or "no part for GPUs"
-    return Finding(subject, None, f"through page-locked host memory; UCX has {parts}, not used")
+    names = {"ib": "verbs", "cuda": "CUDA copies", "cuda_gdrcopy": "gdrcopy"}
+    has = {part: any(folder.glob(f"ucx/libuct_{part}.so*")) for part in names}
+    lacks = ", ".join(f"no {names[part]}" for part in names if not has[part])
+    detail = (
+        f"UCX in {folder} has {lacks}: for those set {_SITE_UCX}" if lacks else "UCX has all parts for it"
+    )
+    if not has["cuda"]:
+        return Finding(subject, None, f"through page-locked host memory; {detail}")
+    why = _try("", _networked_gpu)
+    if not why.ok:
+        return Finding(subject, None, f"through page-locked host memory: {why.detail}; {detail}")
+    return Finding(subject, True, f"slots on GPUs if checksum='off' or on one host; {detail}")
+
+
+def _networked_gpu() -> str:
+    """Open a worker of UCX as a job would."""
+    from wbridge.device.select import find_network, why_no_network  # loads torch too
+
+    if (reason := why_no_network()) is not None:
+        raise NativeUnavailable(reason)
+    if "cuda" not in memory_kinds(find_network(["cuda"])):
+        raise NativeUnavailable(f"UCX reaches no memory of GPUs: {USE_GPU}")
+    return ""
 
 
 def _gpu() -> Finding:

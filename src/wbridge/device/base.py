@@ -115,6 +115,24 @@ class Buffer(Protocol):
         ...
 
 
+class NetworkedGpu(Protocol):
+    """What a transport needs of a GPU whose memory a network reads and writes."""
+
+    @property
+    def entrance(self) -> tuple[int, int]:
+        """The address of a C function and its argument: a thread that has called it may work with the GPU.
+        The function returns 0, or why it failed."""
+        ...
+
+    def settle(self) -> None:
+        """Let work that is submitted from now on see what network cards have written by now.
+
+        Raises:
+            DeviceFailed: the GPU answers no more.
+        """
+        ...
+
+
 class Device(Protocol):
     """Where a worker's parameters live."""
 

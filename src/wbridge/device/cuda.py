@@ -12,7 +12,7 @@ import torch
 from wbridge.device.base import HOST, Access, ForeignStream, MemoryKind, PeerMemory
 from wbridge.device.cpu import CpuDevice, CpuStream
 from wbridge.device.cuda_driver import DriverError, call, current, relaxed, why_missing
-from wbridge.device.cuda_memory import GpuMemory, no_room, tensor_at, why_not_shared
+from wbridge.device.cuda_memory import GpuMemory, addresses_at, no_room, tensor_at, why_not_shared
 from wbridge.device.cuda_stream import HIGH, LOW, CudaStream, Rings, finish, take_stream, working_on
 from wbridge.device.memory import ForeignMemory, HostMemory
 from wbridge.errors import ConfigError, EndpointClosed, NativeUnavailable
@@ -59,16 +59,19 @@ class CudaDevice:
         return f"cuda:{self.index}"
 
     def allocate(self, nbytes: int, kind: MemoryKind, *, shared: bool = False) -> CudaBuffer:
-        """See `Device.allocate`. Nobody is let into the GPU's memory where `find_access` says so."""
+        """See `Device.allocate`. Nobody is let into the GPU's memory where `find_access` says so.
+
+        What is not shared is torch's, from `cudaMalloc`: the only memory that UCX's `cuda_ipc` exports.
+        """
         if kind == "pinned":
             host = HostMemory(nbytes, shared=shared)
             return CudaBuffer(_pin(host, self.index), host, self.index)
         with relaxed():
-            return self._allocate_there(nbytes)
+            return self._allocate_there(nbytes, shared=shared)
 
-    def _allocate_there(self, nbytes: int) -> CudaBuffer:
+    def _allocate_there(self, nbytes: int, *, shared: bool) -> CudaBuffer:
         memory = None
-        if nbytes and why_not_shared(self.index) is None:
+        if shared and nbytes and why_not_shared(self.index) is None:
             memory = GpuMemory.allocate(self.index, nbytes)
         stream = take_stream(self.index, HIGH)  # one of ours, so that nobody else's work is waited for
         try:
@@ -189,7 +192,11 @@ class CudaBuffer:
     def addresses(self) -> memoryview:
         if isinstance(self._memory, GpuMemory):
             return self._memory.addresses
-        return self.view if self.nbytes else memoryview(bytearray())
+        if not self.nbytes:
+            return memoryview(bytearray())
+        if self._memory is None:
+            return addresses_at(self._tensor.data_ptr(), self.nbytes, keep=self._tensor)
+        return self.view
 
     @property
     def tensor(self) -> torch.Tensor:

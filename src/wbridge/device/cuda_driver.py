@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Iterator
@@ -54,6 +55,28 @@ def call(name: str, *arguments: Any) -> Any:  # the bindings have no hints
     if code != bindings.CUresult.CUDA_SUCCESS:
         raise DriverError(f"{name} failed with {getattr(code, 'name', code)}")
     return results[0] if results else None
+
+
+def attribute(index: int, name: str) -> int:
+    """Return an attribute of a GPU."""
+    which = constant("CUdevice_attribute", name)
+    return int(call("cuDeviceGetAttribute", which, call("cuDeviceGet", index)))
+
+
+def entrance(index: int) -> tuple[int, int]:
+    """Return the address of the C function that makes a context that of the thread that calls it, and as its
+    argument the GPU's.
+
+    Raises:
+        DriverError: the driver has no such function.
+    """
+    try:
+        set_current = ctypes.CDLL("libcuda.so.1").cuCtxSetCurrent
+    except (OSError, AttributeError) as exc:
+        raise DriverError(str(exc)) from exc
+    address = ctypes.cast(set_current, ctypes.c_void_p).value
+    assert address is not None
+    return address, int(_primary_context(index))
 
 
 def constant(enumeration: str, name: str) -> Any:  # as above

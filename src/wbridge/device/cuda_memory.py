@@ -16,12 +16,13 @@ from typing import Any, Final, Self
 
 import torch
 
-from wbridge.device.cuda_driver import DriverError, call, constant, current, struct, why_missing
+from wbridge.device.cuda_driver import DriverError, attribute, call, constant, current, struct, why_missing
 from wbridge.device.memory import Resources
 from wbridge.errors import ConfigError
 
 _PROBE: Final = 7
 _PROBE_NBYTES: Final = 64
+_WRITTEN_BY_CARDS: Final = "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"
 
 
 class GpuMemory:
@@ -77,9 +78,7 @@ class GpuMemory:
     @property
     def addresses(self) -> memoryview:
         """To be sliced and compared, never read: the host would crash. Keeps the memory."""
-        array = (ctypes.c_char * self.nbytes).from_address(self.address)
-        array.memory = self  # type: ignore[attr-defined]  # an attribute of ours: what keeps the memory
-        return memoryview(array).cast("B")
+        return addresses_at(self.address, self.nbytes, keep=self)
 
     def tensor(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
         """Return a part as bytes. The tensor keeps the memory."""
@@ -98,6 +97,13 @@ def tensor_at(address: int, nbytes: int, device: torch.device, *, keep: object) 
     if tensor.data_ptr() != address:
         raise DriverError(f"torch takes memory of {device} for another device's, and copied it")
     return tensor
+
+
+def addresses_at(address: int, nbytes: int, *, keep: object) -> memoryview:
+    """Return memory of a GPU to be sliced and compared; see `GpuMemory.addresses`. Keeps `keep`."""
+    array = (ctypes.c_char * nbytes).from_address(address)
+    array.memory = keep  # type: ignore[attr-defined]  # an attribute of ours: what keeps the memory
+    return memoryview(array).cast("B")
 
 
 class _Bytes:
@@ -141,6 +147,8 @@ def _properties(index: int) -> Any:  # the bindings have no hints
     properties.location.type = constant("CUmemLocationType", "CU_MEM_LOCATION_TYPE_DEVICE")
     properties.location.id = index
     properties.requestedHandleTypes = _descriptor_type()
+    if attribute(index, _WRITTEN_BY_CARDS):  # else UCX could not register a ring that lies there
+        properties.allocFlags.gpuDirectRDMACapable = 1
     return properties
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wbridge.device.base import Access, Device
+from wbridge.device.base import Access, Device, NetworkedGpu
 from wbridge.device.cpu import CpuDevice
-from wbridge.errors import ConfigError
+from wbridge.errors import ConfigError, NativeUnavailable
 
 
 def open_device(tensor_device: str, *, copy_threads: int = 0) -> Device:
@@ -46,6 +46,23 @@ def find_gpu_limits() -> list[str]:
     return [f"{limit}: {why}" for limit, why in reasons.items() if why is not None]
 
 
+def why_no_network() -> str | None:
+    """Say why no network reads and writes the memory of the calling thread's GPU; None if one can.
+
+    Raises:
+        NativeUnavailable: there is no GPU that torch can use.
+    """
+    from wbridge.device.cuda import CudaDevice  # as above
+    from wbridge.device.cuda_network import CudaNetwork
+
+    index = CudaDevice().index
+    try:
+        CudaNetwork(index)
+    except NativeUnavailable as exc:
+        return str(exc)
+    return None
+
+
 def home_of(tensor_devices: Iterable[str]) -> str:
     """Return the device whose streams order a worker's copies: its GPU if tensors are there, else the host.
 
@@ -74,3 +91,18 @@ def find_access(tensor_devices: Iterable[str]) -> Access:
     from wbridge.device.cuda import find_access as access_of_gpu  # as above
 
     return access_of_gpu(names.pop())
+
+
+def find_network(tensor_devices: Iterable[str]) -> NetworkedGpu | None:
+    """Return how a network gets at the memory of the GPU that all tensors are on; None if it does not."""
+    names = set(tensor_devices)
+    if len(names) != 1 or not all(name.startswith("cuda") for name in names):
+        return None
+    from wbridge.device.cuda import CudaDevice  # as above
+    from wbridge.device.cuda_network import CudaNetwork
+
+    _, _, index = names.pop().partition(":")
+    try:
+        return CudaNetwork(CudaDevice(int(index) if index else None).index)
+    except NativeUnavailable:
+        return None  # `why_no_network` says it

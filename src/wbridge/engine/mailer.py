@@ -180,7 +180,9 @@ class Mailer:
             there = Window(slot.view(order.piece.nbytes), 0, order.piece.nbytes)
             if order.credit.in_place:
                 return await self._put_runs(order, remote, self._runs_of_slot(order.piece, there.view))
-            await self._endpoint.put(there.view, remote, await self._arrived(order, there))
+            put = self._endpoint.put if slot.buffer.is_host else self._endpoint.put_from_gpu
+            assert put is not None, "slots are on a GPU only for endpoints that put from there"
+            await put(there.view, remote, await self._arrived(order, there))
         except BaseException:  # whatever it is, both copies must have stopped; raised again
             with anyio.CancelScope(shield=True):
                 await gathered.wait()  # reads the weights

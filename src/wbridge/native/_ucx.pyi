@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
-INTERFACE: int = 2
+INTERFACE: int = 3
 
 FINISHED: int = 0
 
@@ -22,12 +22,21 @@ class Worker:
         preferred: Sequence[tuple[str, str]],
         frame_tag: int,
         frame_nbytes: int,
-    ) -> None: ...
+        entrance: tuple[int, int] = (0, 0),
+    ) -> None:
+        """
+        `entrance`: the address of a C function and its argument, for the thread to call first.
+        """
+
     @property
     def address(self) -> bytes: ...
     @property
     def descriptor(self) -> int:
         """An eventfd, readable while `drain` has something."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the kinds of memory that UCX handles here."""
 
     @property
     def num_wakeups(self) -> int:
@@ -36,8 +45,10 @@ class Worker:
     def connect(self, address: bytes, *, watched: bool) -> int:
         """Return the number of a route."""
 
-    def map(self, memory: Buffer) -> int:
-        """Let peers write `memory`; return the number of a region."""
+    def map(self, memory: Buffer, *, kind: str) -> int:
+        """
+        Let peers write `memory`, the addresses of memory of that kind; return the number of a region.
+        """
 
     def unmap(self, region: int) -> None: ...
     def pack(self, region: int) -> bytes:
@@ -53,9 +64,9 @@ class Worker:
     def send_frame(self, route: int, frame: bytes) -> int: ...
     def send(self, route: int, memory: Buffer, tag: int) -> int: ...
     def receive(self, memory: Buffer, tag: int) -> int: ...
-    def put(self, route: int, memory: Buffer, remote: int, key: int) -> int:
+    def put(self, route: int, memory: Buffer, remote: int, key: int, *, kind: str) -> int:
         """
-        Write `memory` to the peer's address `remote`; over when the bytes are in place there.
+        Write `memory`, of that kind, to the peer's address `remote`; over when the bytes are in place there.
         """
 
     def put_runs(self, route: int, runs: Buffer, base: int, remote: int, key: int) -> int:

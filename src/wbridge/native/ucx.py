@@ -13,7 +13,7 @@ from wbridge.errors import NativeUnavailable
 if TYPE_CHECKING:
     from wbridge.native._ucx import Worker
 
-_INTERFACE: Final = 2
+_INTERFACE: Final = 3
 """Counts up with each change of what the extension offers, so that an old build is not used."""
 _REMEDY: Final = (
     "install wbridge again where a C++ compiler is (`apt-get install g++`), "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -31,6 +32,8 @@ from wbridge.transport.select import Transports
 Tensors = Mapping[str, Any]  # torch tensors; torch stays out of this layer
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 
 async def open_sender_context(
     start: EpochStart,
@@ -43,9 +46,11 @@ async def open_sender_context(
 ) -> SenderContext:
     """Connect to every receiver of this worker and allocate its gather slots and snapshots."""
     peers = _peers(start, {o.receiver for o in plan.outgoing})
-    endpoints = await _connect(transport, peers)
+    endpoints = await _connect(transport, peers, config)
+    checked = frozenset(str(peer.worker) for peer in peers if _is_checksummed(config, transport, peer))
+    checksums = checked | _members(plan)
     staging, gather_slots = await _build(
-        endpoints, lambda: _sender_memory(config, device, tensors, plan, endpoints)
+        endpoints, lambda: _sender_memory(config, device, tensors, plan, endpoints, checksums)
     )
     return SenderContext(
         worker=plan.worker,
@@ -55,7 +60,7 @@ async def open_sender_context(
         transport=transport,
         staging=staging,
         gather_slots=gather_slots,
-        checksums=_checksummed(config, transport, peers) | _members(plan),
+        checksums=checksums,
         endpoints=endpoints,
     )
 
@@ -72,20 +77,11 @@ async def open_receiver_context(
     """Connect to every writer of this worker, for its credits, and allocate its ring."""
     partners = _partners(plan)
     peers = _peers(start, {p.writer for group in plan.incoming for p in group.pieces} | partners.keys())
-    endpoints = await _connect(transport, peers)
-    # Slots from which others are written lie in host memory.
-    is_plain = not partners and config.checksum != "on"
-    is_local = is_plain and all(e.fill for e in endpoints.values())
-    takes_runs = is_plain and all(e.fill or e.put_runs for e in endpoints.values())
-    is_near = is_local and all(
-        transport.reaches_slots_on_device(peer.transport_address, endpoints[str(peer.worker)])
-        for peer in peers
-    )
+    endpoints = await _connect(transport, peers, config)
+    writers = _writers(config, transport, peers, endpoints, pass_on=bool(partners))
 
     def build() -> tuple[ReceiverStaging, RelayContext | None]:
-        staging = _receiver_staging(
-            config, device, tensors, plan, is_local=is_local, is_near=is_near, takes_runs=takes_runs
-        )
+        staging = _receiver_staging(config, device, tensors, plan, writers)
         try:
             return staging, _relay_context(start, plan, config, transport, device, endpoints, partners)
         except BaseException:  # whatever it is, no stream stays open; raised again
@@ -93,6 +89,15 @@ async def open_receiver_context(
             raise
 
     staging, relay = await _build(endpoints, build)
+    _log.info(
+        "slots are open",
+        extra={
+            "worker": str(plan.worker),
+            "epoch": start.epoch,
+            "memory": sorted({buffer.kind for buffer in staging.buffers}),
+            "why_on_host": writers.why_on_host,
+        },
+    )
     return ReceiverContext(
         worker=plan.worker,
         epoch=start.epoch,
@@ -100,7 +105,7 @@ async def open_receiver_context(
         config=config,
         transport=transport,
         staging=staging,
-        credits_ahead=is_local and config.effective_delivery == "every" and not staging.takes_parked,
+        credits_ahead=writers.all_map and config.effective_delivery == "every" and not staging.takes_parked,
         relay=relay,
         checksums=frozenset(),
         endpoints=endpoints,
@@ -157,16 +162,23 @@ def _members(plan: WorkerPlan) -> frozenset[str]:
 
 
 def _sender_memory(
-    config: Config, device: Device, tensors: Tensors, plan: WorkerPlan, endpoints: Mapping[str, Endpoint]
+    config: Config,
+    device: Device,
+    tensors: Tensors,
+    plan: WorkerPlan,
+    endpoints: Mapping[str, Endpoint],
+    checksums: frozenset[str],
 ) -> tuple[SenderStaging, dict[str, LocalSlots]]:
-    """The staging, and gather slots for each receiver whose memory is out of reach."""
+    """The staging, and gather slots for each receiver whose memory is out of reach: on the GPU if UCX takes
+    bytes from there and the host computes no checksum of them."""
+    on_gpu = {name: e.put_from_gpu is not None and name not in checksums for name, e in endpoints.items()}
     largest = {name: 0 for name, endpoint in endpoints.items() if endpoint.fill is None}
     for outgoing in plan.outgoing:
         if (name := str(outgoing.receiver)) in largest:
             largest[name] = max(largest[name], outgoing.piece.nbytes)
     staging = _sender_staging(config, device, tensors, plan)
     try:
-        return staging, {name: staging.open_slots(nbytes) for name, nbytes in largest.items()}
+        return staging, {name: staging.open_slots(n, on_gpu=on_gpu[name]) for name, n in largest.items()}
     except BaseException:  # whatever it is, no stream stays open; raised again
         staging.close()
         raise
@@ -185,30 +197,65 @@ def _sender_staging(config: Config, device: Device, tensors: Tensors, plan: Work
     )
 
 
-def _receiver_staging(
+class Writers(NamedTuple):
+    """What the writers of a worker can do."""
+
+    all_map: bool
+    """They write memory of this process as they write their own,"""
+    some_map: bool
+    all_put_runs: bool
+    """or put runs of bytes into any of it."""
+    why_on_host: str | None
+    """Why slots cannot lie in the device's memory; None: all writers write it."""
+
+
+def _writers(
     config: Config,
-    device: Device,
-    tensors: Tensors,
-    plan: WorkerPlan,
+    transport: Transports,
+    peers: Iterable[Peer],
+    endpoints: Mapping[str, Endpoint],
     *,
-    is_local: bool,
-    is_near: bool,
-    takes_runs: bool,
+    pass_on: bool,
+) -> Writers:
+    """Slots from which others are written (`pass_on`) lie in host memory, and so do those with checksums."""
+    is_plain = not pass_on and config.checksum != "on"
+    why = "they are passed on to other rollouts" if pass_on else None
+    return Writers(
+        all_map=is_plain and all(e.fill for e in endpoints.values()),
+        some_map=any(e.fill for e in endpoints.values()),
+        all_put_runs=is_plain and all(e.fill or e.put_runs for e in endpoints.values()),
+        why_on_host=why or _why_on_host(config, transport, peers, endpoints),
+    )
+
+
+def _why_on_host(
+    config: Config, transport: Transports, peers: Iterable[Peer], endpoints: Mapping[str, Endpoint]
+) -> str | None:
+    if config.mode.receiver_staging == "pinned":
+        return f"mode={config.mode.value!r} lets a version wait there"
+    for peer in peers:
+        if _is_checksummed(config, transport, peer):
+            return f"the host computes checksums of what comes from {peer.worker}: set checksum='off'"
+        why = transport.why_not_on_device(peer.transport_address, endpoints[str(peer.worker)])
+        if why is not None:
+            return why
+    return None
+
+
+def _receiver_staging(
+    config: Config, device: Device, tensors: Tensors, plan: WorkerPlan, writers: Writers
 ) -> ReceiverStaging:
-    """`is_local`: all writers can write memory of this process; `is_near`: of its device too; `takes_runs`:
-    they can put runs of bytes into any of it."""
     policy = config.mode.receiver_staging
     num_slots = ring_slots(config, len(plan.incoming), policy, passes_on=bool(plan.exchanges))
     if policy == "pinned":
         return PinnedReceiver(device, tensors, plan.incoming, num_slots=num_slots)
     pieces = [piece for group in plan.incoming for piece in group.pieces]
     targets = [tensors[transfer.target_parameter] for piece in pieces for transfer in piece.transfers]
-    if not is_local:
-        is_local = takes_runs and land_in_runs(plan.incoming, tensors)
-    arena = arena_of(targets) if is_local else None
+    in_place = writers.all_map or (writers.all_put_runs and land_in_runs(plan.incoming, tensors))
+    arena = arena_of(targets) if in_place else None
     # Tensors that are assembled for a loader are the host's, which reads no slots on a GPU.
-    is_near = is_near and all(str(target.device) == device.name for target in targets)
-    if arena is not None and (is_near or arena.is_host):
+    is_near = writers.why_on_host is None and all(str(target.device) == device.name for target in targets)
+    if arena is not None and (arena.is_host or (is_near and writers.all_map)):
         return InPlaceReceiver(arena, tensors, plan.incoming)
     kind: MemoryKind = "device" if is_near else "pinned"
     return DirectReceiver(
@@ -218,6 +265,7 @@ def _receiver_staging(
         num_slots=num_slots,
         takes_parked=config.takes_parked(len(plan.incoming)),
         kind=kind,
+        shared=writers.some_map or not is_near,
     )
 
 
@@ -231,12 +279,13 @@ def _peers(start: EpochStart, workers: Iterable[WorkerId]) -> tuple[Peer, ...]:
     return tuple(known[worker] for worker in sorted(workers))
 
 
-async def _connect(transport: Transports, peers: Iterable[Peer]) -> dict[str, Endpoint]:
+async def _connect(transport: Transports, peers: Iterable[Peer], config: Config) -> dict[str, Endpoint]:
+    prefers_gpu = config.mode.receiver_staging == "direct" and config.checksum != "on"
     endpoints: dict[str, Endpoint] = {}
     try:
         for peer in peers:
             name = str(peer.worker)
-            endpoints[name] = await transport.connect(peer.transport_address, name)
+            endpoints[name] = await transport.connect(peer.transport_address, name, prefers_gpu=prefers_gpu)
     except BaseException:  # whatever it is, no endpoint stays open; raised again
         await _close(endpoints)
         raise
@@ -258,10 +307,8 @@ async def _close(endpoints: Mapping[str, Endpoint]) -> None:
             await endpoint.aclose()
 
 
-def _checksummed(config: Config, transport: Transports, peers: Iterable[Peer]) -> frozenset[str]:
-    return frozenset(
-        str(peer.worker)
-        for peer in peers
-        if config.checksum == "on"
-        or (config.checksum == "auto" and transport.link_to(peer.transport_address) == "network")
-    )
+def _is_checksummed(config: Config, transport: Transports, peer: Peer) -> bool:
+    """Whether what passes between this worker and the peer carries checksums."""
+    if config.checksum == "auto":
+        return transport.link_to(peer.transport_address) == "network"
+    return config.checksum == "on"

@@ -28,8 +28,8 @@ from wbridge.control.rendezvous import (
     withdraw,
 )
 from wbridge.control.tcp import split_address
-from wbridge.device.base import Access, AnyStream, Device, Event, Stream
-from wbridge.device.select import find_access, home_of, open_device
+from wbridge.device.base import Access, AnyStream, Device, Event, NetworkedGpu, Stream
+from wbridge.device.select import find_access, find_network, home_of, open_device
 from wbridge.discovery.discover import discover
 from wbridge.engine.wire import DataFrame, decode
 from wbridge.errors import ConfigError, EndpointClosed, InternalError
@@ -99,6 +99,7 @@ class Worker:
         self._given_device = device
         self._device_name = "cpu"
         self._access = Access()
+        self._gpu: NetworkedGpu | None = None
         self._caller_device: Device | None = device
         self._readers: Stream | None = None
         self._opening = threading.Lock()
@@ -123,6 +124,7 @@ class Worker:
         devices = [str(t.device) for t in described.parameters.values()]
         self._device_name = home_of(devices)
         self._access = find_access(devices)
+        self._gpu = find_network(devices)
         self.source_map = yield Run(discover_map, described, self.job.config)
         self.loop.start()
         timeout_s = timeout_s or self.job.config.connect_timeout_s
@@ -242,7 +244,7 @@ class Worker:
 
         async def serve(*, task_status: anyio.abc.TaskStatus[None]) -> None:
             async with open_transports(
-                config, process_token(), name=str(self.job.worker), access=self._access
+                config, process_token(), name=str(self.job.worker), access=self._access, gpu=self._gpu
             ) as transports:
                 self._transports = transports
                 task_status.started()

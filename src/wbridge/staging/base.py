@@ -76,8 +76,11 @@ class SenderStaging(WriterStaging, Protocol):
         """
         ...
 
-    def open_slots(self, nbytes: int) -> LocalSlots:
-        """Return slots of that size for one receiver, so that a slow one keeps no other waiting."""
+    def open_slots(self, nbytes: int, *, on_gpu: bool = False) -> LocalSlots:
+        """Return slots of that size for one receiver, so that a slow one keeps no other waiting.
+
+        `on_gpu`: the transport reads the memory of this worker's GPU too, and nobody reads the slots here.
+        """
         ...
 
 

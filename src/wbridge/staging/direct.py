@@ -41,8 +41,9 @@ class DirectSender:
     async def snapshot(self, after: Event) -> LiveSource:
         return self.snapshot_now(after)
 
-    def open_slots(self, nbytes: int) -> LocalSlots:
-        return LocalSlots(self._device, num_slots=self._local_slots, slot_nbytes=nbytes)
+    def open_slots(self, nbytes: int, *, on_gpu: bool = False) -> LocalSlots:
+        kind: MemoryKind = "device" if on_gpu else "pinned"
+        return LocalSlots(self._device, kind, num_slots=self._local_slots, slot_nbytes=nbytes)
 
     def adopt(self, memory: PeerMemory) -> Buffer:
         return self._device.adopt(memory)
@@ -76,6 +77,7 @@ class DirectReceiver:
     no more than one slot.
 
     It lies where the parameters do if all that write it can reach it there, else in host memory.
+    `shared`: see `RingMemory`.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class DirectReceiver:
         num_slots: int,
         takes_parked: bool,
         kind: MemoryKind = "device",
+        shared: bool = True,
     ) -> None:
         self._takes_parked = takes_parked
-        self._ring = ReceiverRing(device, kind, targets, groups, num_slots=num_slots)
+        self._ring = ReceiverRing(device, kind, targets, groups, num_slots=num_slots, shared=shared)
 
     @property
     def num_slots(self) -> int:

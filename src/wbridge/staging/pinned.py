@@ -74,8 +74,9 @@ class PinnedSender:
             raise
         return Snapshot(version, self._give_back)
 
-    def open_slots(self, nbytes: int) -> LocalSlots:
-        return LocalSlots(self._device, num_slots=self._local_slots, slot_nbytes=nbytes)
+    def open_slots(self, nbytes: int, *, on_gpu: bool = False) -> LocalSlots:
+        """See `SenderStaging.open_slots`. Always host memory, where the snapshots are too."""
+        return LocalSlots(self._device, "pinned", num_slots=self._local_slots, slot_nbytes=nbytes)
 
     def adopt(self, memory: PeerMemory) -> Buffer:
         """See `SenderStaging.adopt`. Takes long for the first memory that only the device reaches."""

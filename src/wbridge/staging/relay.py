@@ -24,7 +24,7 @@ class RelayStaging:
 
     def open_slots(self, nbytes: int) -> LocalSlots:
         """See `SenderStaging.open_slots`."""
-        return LocalSlots(self._device, num_slots=self._local_slots, slot_nbytes=nbytes)
+        return LocalSlots(self._device, "pinned", num_slots=self._local_slots, slot_nbytes=nbytes)
 
     def open_source(self, reading: Callable[[Piece, Event], None]) -> KeptPieces:
         """`reading` is called with each piece when it begins to be copied, and the event of that copy."""

@@ -15,10 +15,19 @@ class ReceiverRing:
     """What both receiver stagings share. Which slot is free is known by `flow`, not here."""
 
     def __init__(
-        self, device: Device, kind: MemoryKind, targets: Tensors, groups: Sequence[Group], *, num_slots: int
+        self,
+        device: Device,
+        kind: MemoryKind,
+        targets: Tensors,
+        groups: Sequence[Group],
+        *,
+        num_slots: int,
+        shared: bool = True,
     ) -> None:
         largest = max((group.nbytes for group in groups), default=0)
-        self.memory: RingMemory = RingMemory(device, kind, num_slots=num_slots, slot_nbytes=largest)
+        self.memory: RingMemory = RingMemory(
+            device, kind, num_slots=num_slots, slot_nbytes=largest, shared=shared
+        )
         self._stream = device.open_stream("apply")
         self._targets, self._groups = targets, groups
         self.rebind()

@@ -31,15 +31,15 @@ class LocalSlot:
         return Place(self.buffer, 0)
 
     def view(self, nbytes: int) -> memoryview:
-        """The first `nbytes`, for the transport."""
-        return self.buffer.view[:nbytes]
+        """The `addresses` of the first `nbytes`, for the transport."""
+        return self.buffer.addresses[:nbytes]
 
 
 class LocalSlots:
-    """A fixed set of slots, handed out in the order of asking; host memory, since a transport reads it."""
+    """A fixed set of slots, handed out in the order of asking; in memory that a transport reads."""
 
-    def __init__(self, device: Device, *, num_slots: int, slot_nbytes: int) -> None:
-        self._slots = [LocalSlot(device.allocate(slot_nbytes, "pinned")) for _ in range(num_slots)]
+    def __init__(self, device: Device, kind: MemoryKind, *, num_slots: int, slot_nbytes: int) -> None:
+        self._slots = [LocalSlot(device.allocate(slot_nbytes, kind)) for _ in range(num_slots)]
         self._free = deque(self._slots)
         self._available = anyio.Semaphore(num_slots, fast_acquire=True)
 
@@ -56,14 +56,20 @@ class LocalSlots:
 
 
 class RingMemory:
-    """The slots of a receiver's ring, all of one size and in one buffer, but for those that were replaced."""
+    """The slots of a receiver's ring, all of one size and in one buffer, but for those that were replaced.
 
-    def __init__(self, device: Device, kind: MemoryKind, *, num_slots: int, slot_nbytes: int) -> None:
+    `shared`: some writers open the buffer. To others it is the transport's.
+    """
+
+    def __init__(
+        self, device: Device, kind: MemoryKind, *, num_slots: int, slot_nbytes: int, shared: bool
+    ) -> None:
         self._device = device
         self._kind = kind
+        self._shared = shared
         self._slot_nbytes = slot_nbytes
         stride = -(-slot_nbytes // _ALIGNMENT) * _ALIGNMENT
-        arena = device.allocate(num_slots * stride, kind, shared=True)
+        arena = device.allocate(num_slots * stride, kind, shared=shared)
         self._places = [Place(arena, slot * stride) for slot in range(num_slots)]
         self._abandoned: list[Place] = []
 
@@ -97,4 +103,6 @@ class RingMemory:
     def replace(self, slot: int) -> None:
         """Keep the old memory mapped for a writer that may come late."""
         self._abandoned.append(self._places[slot])
-        self._places[slot] = Place(self._device.allocate(self._slot_nbytes, self._kind, shared=True), 0)
+        self._places[slot] = Place(
+            self._device.allocate(self._slot_nbytes, self._kind, shared=self._shared), 0
+        )

@@ -6,17 +6,16 @@ waits on wall time, except that a lost answer ends in `TimeoutError` instead of 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, suppress
-from itertools import accumulate, permutations
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from itertools import permutations
+from typing import Final
 
 import anyio
 import anyio.lowlevel
 
-from wbridge.device.base import Device
-from wbridge.device.cpu import CpuDevice
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
+from wbridge.testing.pairs import HOST, OpenPair, Pair
 from wbridge.transport.base import Endpoint, RemoteSlot, Transport
 
 DEADLINE_S: Final = 30.0
@@ -24,35 +23,6 @@ _CLOSE_DEADLINE_S: Final = 5.0
 """Less than the time that a transport allows for closing: with a live peer it never takes that long."""
 _LARGE_NBYTES: Final = 64 * 2**20
 _SIZES: Final = (1, 64, 4096, 4097, 100_000, 600_000)
-_HOST: Final = CpuDevice()
-
-
-class Pair(NamedTuple):
-    """Two open transports; `sender` will connect to `receiver`, whose slots are host memory of `device`."""
-
-    sender: Transport
-    receiver: Transport
-    device: Device = _HOST
-
-    async def connect(self) -> Endpoint:
-        return await self.sender.connect(self.receiver.address, self.receiver.name)
-
-    async def receive(self) -> bytes:
-        message = await self.receiver.inbox.receive()
-        assert message.peer == self.sender.name
-        return message.payload
-
-    def slots(self, sizes: Iterable[int], of: Transport | None = None) -> list[memoryview]:
-        """Return zeroed memory that the receiver can expose, or transport `of`."""
-        sizes = list(sizes)
-        buffer = self.device.allocate(sum(sizes), "pinned", shared=True)
-        (of or self.receiver).register(buffer)
-        ends = list(accumulate(sizes))
-        return [buffer.view[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
-
-
-OpenPair: TypeAlias = Callable[[], AbstractAsyncContextManager[Pair]]
-"""Opens two transports that can reach each other, and closes them."""
 
 
 async def check_bytes_are_visible_before_their_notification(open_pair: OpenPair) -> None:
@@ -66,7 +36,9 @@ async def check_bytes_are_visible_before_their_notification(open_pair: OpenPair)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(endpoint.put, memoryview(source), remote, bytes([k]))
                     assert await pair.receive() == bytes([k])
-                    assert slot == source, f"slot {k} is torn or stale when its notification is here"
+                    assert pair.read(slot) == source, (
+                        f"slot {k} is torn or stale when its notification is here"
+                    )
 
 
 async def check_messages_keep_their_order(open_pair: OpenPair) -> None:
@@ -111,7 +83,24 @@ async def check_a_large_put(open_pair: OpenPair) -> None:
         remote = pair.receiver.expose(slot, pair.sender.name)
         await endpoint.put(memoryview(source), remote, b"large")
         assert await pair.receive() == b"large"
-        assert slot == source
+        assert pair.read(slot) == source
+
+
+async def check_puts_from_a_gpu(open_pair: OpenPair) -> None:
+    """Of every size, into slots of the same kind, and into the host's, as one slow writer may demand them."""
+    async with open_pair() as pair:
+        put = (await pair.connect()).put_from_gpu
+        if put is None:
+            return
+        host = HOST.allocate(sum(_SIZES), "pinned")
+        pair.receiver.register(host)
+        for nbytes in (0, *_SIZES):
+            content = bytes((7 * k + nbytes) % 251 for k in range(nbytes))
+            for slot in (*pair.slots([nbytes]), host.view[:nbytes]):
+                remote = pair.receiver.expose(slot, pair.sender.name)
+                await put(pair.source(content), remote, b"put")
+                assert await pair.receive() == b"put"
+                assert (bytes(slot) if slot.obj is host.view.obj else pair.read(slot)) == content
 
 
 async def check_many_outstanding_puts(open_pair: OpenPair) -> None:
@@ -125,7 +114,7 @@ async def check_many_outstanding_puts(open_pair: OpenPair) -> None:
                 tasks.start_soon(endpoint.put, source, remote, k.to_bytes(2, "little"))
             arrived = [int.from_bytes(await pair.receive(), "little") for _ in slots]
         assert sorted(arrived) == list(range(len(slots)))
-        assert all(slot == bytes([k % 251]) * len(slot) for k, slot in enumerate(slots))
+        assert all(pair.read(slot) == bytes([k % 251]) * len(slot) for k, slot in enumerate(slots))
 
 
 async def check_a_cancelled_put_leaves_no_notification(open_pair: OpenPair) -> None:
@@ -139,15 +128,15 @@ async def check_a_cancelled_put_leaves_no_notification(open_pair: OpenPair) -> N
                 returned = await _put_and_cancel(endpoint, memoryview(source), remote, num_passes)
                 await endpoint.flush()
                 source[:] = b"\2" * nbytes
-                before = bytes(slot)
+                before = pair.read(slot)
                 assert await pair.receiver.withdraw(remote)
                 await endpoint.send(b"end")
                 received = [await pair.receive()]
                 if received != [b"end"]:
                     received.append(await pair.receive())
                 assert received == ([b"put", b"end"] if returned else [b"end"])
-                assert slot == before, "bytes changed after flush"
-                assert 2 not in bytes(slot), "the source was read after flush"
+                assert pair.read(slot) == before, "bytes changed after flush"
+                assert 2 not in before, "the source was read after flush"
 
 
 async def check_a_withdrawn_slot_is_not_written(open_pair: OpenPair) -> None:
@@ -162,7 +151,7 @@ async def check_a_withdrawn_slot_is_not_written(open_pair: OpenPair) -> None:
             await endpoint.flush()
             await endpoint.send(b"end")
             assert await pair.receive() == b"end"
-            assert not any(slot)
+            assert not any(pair.read(slot))
 
 
 async def check_a_slot_takes_one_put(open_pair: OpenPair) -> None:
@@ -177,7 +166,7 @@ async def check_a_slot_takes_one_put(open_pair: OpenPair) -> None:
             await endpoint.flush()
             await endpoint.send(b"end")
             assert await pair.receive() == b"end"
-            assert slot == b"\1" * nbytes
+            assert pair.read(slot) == b"\1" * nbytes
 
 
 async def check_wrong_sizes_are_refused(open_pair: OpenPair) -> None:
@@ -316,7 +305,7 @@ async def check_a_closed_endpoint_is_still(open_pair: OpenPair) -> None:
                     for _ in range(2):
                         tasks.start_soon(_close_and_overwrite, endpoint, source)
                 assert await pair.receiver.withdraw(remote)
-                assert 2 not in bytes(slot), "the source was read after aclose"
+                assert 2 not in pair.read(slot), "the source was read after aclose"
                 await endpoint.flush()
 
 

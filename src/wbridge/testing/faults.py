@@ -133,6 +133,7 @@ class FaultyEndpoint:
 
     fill: Final = None
     put_runs: Final = None
+    put_from_gpu: Final = None
 
     def __init__(self, owner: FaultyTransport, inner: Endpoint) -> None:
         self._owner = owner

@@ -61,6 +61,9 @@ Fill: TypeAlias = Callable[["RemoteSlot", WriteInPlace], Awaitable[None]]
 PutRuns: TypeAlias = Callable[["RemoteSlot", Runs, bytes], Awaitable[None]]
 
 
+Put: TypeAlias = Callable[[memoryview, "RemoteSlot", bytes], Awaitable[None]]
+
+
 class Endpoint(Protocol):
     """One direction of a pair: what this process may do to one peer."""
 
@@ -79,6 +82,12 @@ class Endpoint(Protocol):
     def put_runs(self) -> PutRuns | None:
         """Like `put`, from many places into the whole buffer that the slot is a part of, where the peer is on
         this host. None: it takes bytes only as they lie in a slot."""
+        ...
+
+    @property
+    def put_from_gpu(self) -> Put | None:
+        """Like `put`, from the `addresses` of memory of this worker's GPU. Both workers then have slots there
+        that the other one writes. None: it takes the host's memory only, and reaches no other."""
         ...
 
     async def put(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:

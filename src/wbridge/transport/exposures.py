@@ -30,6 +30,11 @@ class Exposures:
             self._open[token] = memory.cast("B") if memory.nbytes else memoryview(bytearray())
         return RemoteSlot(token, memory.nbytes)
 
+    @staticmethod
+    def withdrawn(nbytes: int) -> RemoteSlot:
+        """Return a slot that was taken back before anybody could write it."""
+        return RemoteSlot(os.urandom(_TOKEN_NBYTES), nbytes)
+
     def begin(self, token: bytes, nbytes: int) -> memoryview | None:
         """Take the memory for one write, until `finish`. None: withdrawn, or written before.
 

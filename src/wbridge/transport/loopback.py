@@ -140,6 +140,7 @@ class LoopbackEndpoint:
 
     fill: Final = None
     put_runs: Final = None
+    put_from_gpu: Final = None
 
     def __init__(
         self, owner: LoopbackTransport, target: LoopbackTransport, peer: str, counters: Counters

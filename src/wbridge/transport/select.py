@@ -11,7 +11,7 @@ from typing import Final, Literal, Self, TypeAlias
 import msgspec
 
 from wbridge.config import Config
-from wbridge.device.base import Access, Buffer
+from wbridge.device.base import Access, Buffer, NetworkedGpu
 from wbridge.errors import ConfigError, NativeUnavailable, ProtocolError
 from wbridge.native.ucx import why_missing
 from wbridge.transport.base import Endpoint, RemoteSlot
@@ -21,6 +21,7 @@ from wbridge.transport.host import host_identity
 from wbridge.transport.inbox import Inbox
 from wbridge.transport.loopback import LoopbackTransport
 from wbridge.transport.shared_memory import SharedMemoryTransport
+from wbridge.transport.ucx_native import USE_GPU
 from wbridge.transport.ucxx import UcxxTransport
 from wbridge.transport.unix_frames import is_slot_token
 
@@ -37,30 +38,41 @@ class _Address(msgspec.Struct, frozen=True):
     loopback: bytes
     shared_memory: bytes
     ucxx: bytes
-    writes: tuple[str, ...]
-    """The memories that this worker's device writes: see `Access`."""
+    access: Access
 
 
 def open_transports(
-    config: Config, process_token: str, *, name: str, access: Access | None = None
+    config: Config,
+    process_token: str,
+    *,
+    name: str,
+    access: Access | None = None,
+    gpu: NetworkedGpu | None = None,
 ) -> Transports:
     """Choose by `config.transport`; to be entered as an async context manager.
 
     `process_token` is equal for adapters of one process, and only for them. `name` is the worker's:
-    the peer of the messages that it sends. `access` is its device's; by default the host's.
+    the peer of the messages that it sends. `access` is its device's; by default the host's. `gpu` is that
+    device, if a network reads and writes its memory.
     """
-    return Transports(config, process_token, name=name, access=access)
+    return Transports(config, process_token, name=name, access=access, gpu=gpu)
 
 
 class Transports:
     """Loopback inside the process, shared memory inside the host, ucxx to all others; with one inbox.
 
     Raises on entering:
-        NativeUnavailable: `config.transport` asks for ucxx, which is not installed.
+        NativeUnavailable: `config.transport` asks for ucxx, which is not installed, or UCX does not open.
     """
 
     def __init__(
-        self, config: Config, process_token: str, *, name: str, access: Access | None = None
+        self,
+        config: Config,
+        process_token: str,
+        *,
+        name: str,
+        access: Access | None = None,
+        gpu: NetworkedGpu | None = None,
     ) -> None:
         self._config = config
         self._access = access or Access()
@@ -85,6 +97,7 @@ class Transports:
                 inbox=self._inbox,
                 exposures=self._exposures,
                 close_timeout_s=config.close_timeout_s,
+                gpu=gpu,
             )
         self._stack = AsyncExitStack()
 
@@ -112,7 +125,7 @@ class Transports:
         shared_memory = b"" if self._shared_memory is None else self._shared_memory.address
         ucxx = b"" if self._ucxx is None else self._ucxx.address
         loopback = self._loopback.address if self._takes_loopback else b""
-        address = _Address(self._process, self._host, loopback, shared_memory, ucxx, self._access.writes)
+        address = _Address(self._process, self._host, loopback, shared_memory, ucxx, self._access)
         return msgspec.msgpack.encode(address)
 
     @property
@@ -136,12 +149,25 @@ class Transports:
             return "process"
         return "host" if remote.host == self._host else "network"
 
-    def reaches_slots_on_device(self, address: bytes, endpoint: Endpoint) -> bool:
-        """Whether the worker at `address`, to which `endpoint` leads, can write this one's device memory."""
-        return endpoint.fill is not None and self._access.memory in _decode(address, endpoint.peer).writes
+    def why_not_on_device(self, address: bytes, endpoint: Endpoint) -> str | None:
+        """Say why the worker at `address`, to which `endpoint` leads, cannot write this one's device memory;
+        None if it can."""
+        if endpoint.put_from_gpu is not None:
+            return None
+        if endpoint.fill is None:
+            if self.link_to(address) == "process" and self._takes_loopback:
+                return f"{endpoint.peer} is in this process, whose slots the host copies"
+            return f"UCX does not put from GPU to GPU between {self._name} and {endpoint.peer}: {USE_GPU}"
+        if not self._access.memory:
+            return f"no other process is let into the device memory of {self._name}"
+        if self._access.memory not in _decode(address, endpoint.peer).access.writes:
+            return f"{endpoint.peer} does not reach {self._access.memory}, where {self._name} computes"
+        return None
 
-    async def connect(self, address: bytes, peer: str) -> Endpoint:
+    async def connect(self, address: bytes, peer: str, *, prefers_gpu: bool = False) -> Endpoint:
         """See `Transport.connect`.
+
+        `prefers_gpu`, the same on both sides: take UCX inside a host too if it alone puts from GPU to GPU.
 
         Raises:
             ConfigError: the transport that is forced does not reach the peer.
@@ -152,7 +178,9 @@ class Transports:
         self._mapped.discard(peer)
         if link == "process" and self._takes_loopback and remote.loopback:
             return await self._loopback.connect(remote.loopback, peer, counters)
-        if link != "network" and self._shared_memory is not None and remote.shared_memory:
+        maps = link != "network" and self._shared_memory is not None and remote.shared_memory
+        if maps and not (prefers_gpu and self._reaches_by_ucx_alone(remote)):
+            assert self._shared_memory is not None
             endpoint = await self._shared_memory.connect(remote.shared_memory, peer, counters)
             self._mapped.add(peer)
             return endpoint
@@ -169,6 +197,14 @@ class Transports:
                 "`pip install -e '.[cu12]'` (or '.[cu13]') in the clone, and set transport='auto'"
             )
         return await self._ucxx.connect(remote.ucxx, peer, counters)
+
+    def _reaches_by_ucx_alone(self, remote: _Address) -> bool:
+        """Whether the two GPUs reach each other's memory by UCX and by nothing else, as where no worker sees
+        another GPU than its own."""
+        here, there = self._access, remote.access
+        if here.memory in there.writes and there.memory in here.writes:
+            return False
+        return self._ucxx is not None and bool(remote.ucxx) and self._ucxx.has_gpu_like(remote.ucxx)
 
     def register(self, buffer: Buffer) -> None:
         if self._shared_memory is not None:

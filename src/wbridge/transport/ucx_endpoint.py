@@ -10,7 +10,7 @@ import anyio
 
 from wbridge.device.runs import Runs
 from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
-from wbridge.transport.base import PutRuns, RemoteSlot
+from wbridge.transport.base import Put, PutRuns, RemoteSlot
 from wbridge.transport.counters import Counters
 from wbridge.transport.limits import check_message, check_put
 from wbridge.transport.operations import Operations
@@ -34,7 +34,7 @@ from wbridge.transport.ucx_frames import (
     data_tag,
 )
 from wbridge.transport.ucx_grants import Grant, decode_grant
-from wbridge.transport.ucx_transfer import Route, Transfer, Worker
+from wbridge.transport.ucx_transfer import Kind, Route, Transfer, Worker
 from wbridge.transport.ucx_writing import Writing
 
 SMALL_NBYTES: Final = 4096
@@ -58,6 +58,7 @@ class UcxxEndpoint:
         route: Route,
         writing: Writing | None,
         is_near: bool,
+        has_gpus: bool,
         send: Callable[[Frame], None],
         counters: Counters,
         close_timeout_s: float,
@@ -69,6 +70,7 @@ class UcxxEndpoint:
         self._route = route
         self._writing = writing
         self._is_near = is_near
+        self._has_gpus = has_gpus
         self._send = send
         self._counters = counters
         self._close_timeout_s = close_timeout_s
@@ -94,6 +96,10 @@ class UcxxEndpoint:
     def put_runs(self) -> PutRuns | None:
         return self._put_runs if self._is_near and self._writing is not None else None
 
+    @property
+    def put_from_gpu(self) -> Put | None:
+        return self._put_from_gpu if self._has_gpus and self._writing is not None else None
+
     async def open(self, hello: Hello) -> None:
         """Return when the peer has accepted. Cancelled: the peer hears of it, and the caller forgets the
         endpoint.
@@ -115,19 +121,25 @@ class UcxxEndpoint:
 
     async def put(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:
         """See `Endpoint.put`. A put into a withdrawn slot writes nothing and notifies nobody."""
+        await self._put(source, remote, notify, "host")
+
+    async def _put_from_gpu(self, source: memoryview, remote: RemoteSlot, notify: bytes) -> None:
+        await self._put(source, remote, notify, "cuda" if source.nbytes else "host")
+
+    async def _put(self, source: memoryview, remote: RemoteSlot, notify: bytes, kind: Kind) -> None:
         check_put(source, remote, notify, self._peer)
+        grant = decode_grant(remote.token)
         with self._operations.run():
-            if source.nbytes <= SMALL_NBYTES:
+            if grant is not None:
+                async with self._large:
+                    await self._write(grant, source, notify, kind)
+            elif kind == "host" and source.nbytes <= SMALL_NBYTES:
                 async with self._order:
                     await self._room.acquire()
                     self._send(Small(self.connection, remote.token, bytes(source), notify))
             else:
-                grant = decode_grant(remote.token)
-                async with self._large:
-                    if grant is None:
-                        await self._put_large(source, remote, notify)
-                    else:
-                        await self._write(grant, source, notify)
+                async with self._large:  # UCX finds out itself whose memory a message comes from
+                    await self._put_large(source, remote, notify)
             self._counters.add_put(source.nbytes)
 
     async def _put_runs(self, remote: RemoteSlot, runs: Runs, notify: bytes) -> None:
@@ -269,11 +281,13 @@ class UcxxEndpoint:
                 self._send(Drop(self.connection, remote.token))
             raise
 
-    async def _write(self, grant: Grant, source: memoryview | Runs, notify: bytes) -> None:
+    async def _write(
+        self, grant: Grant, source: memoryview | Runs, notify: bytes, kind: Kind = "host"
+    ) -> None:
         """Write into the peer's memory, and notify once the bytes are there."""
         if self._writing is None or grant.connection != self.connection:
             return  # granted to another connection, which is over
-        transfer = await self._writing.start(grant, source)
+        transfer = await self._writing.start(grant, source, kind)
         if transfer is None:
             return
         await transfer.stopped.wait()

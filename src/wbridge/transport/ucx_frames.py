@@ -14,13 +14,15 @@ from wbridge.errors import ProtocolError
 
 
 class UcxAddress(msgspec.Struct, frozen=True):
-    """How to reach a transport: UCX worker address, host identity and process token."""
+    """How to reach a transport: UCX worker address, host identity and process token; and what it can do."""
 
     worker: bytes
     host: str
     process: str
     puts: bool
     """Whether it writes into the memory of peers; otherwise bytes go to it and come from it as messages."""
+    has_gpu: bool
+    """Whether these puts may go between its GPU and those of peers."""
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -42,11 +42,21 @@ class Registered(NamedTuple):
     buffer: Buffer
 
 
-class Regions:
-    """Buffers of host memory by number, which is never used again; registered with UCX at the first need."""
+class Place(NamedTuple):
+    """Where exposed memory lies: in which region, and where there."""
 
-    def __init__(self, worker: NativeUcxWorker) -> None:
+    region: int
+    offset: int
+    is_host: bool
+
+
+class Regions:
+    """Buffers by number, which is never used again; registered with UCX at the first need."""
+
+    def __init__(self, worker: NativeUcxWorker, *, has_gpu: bool) -> None:
+        """Without `has_gpu` only buffers of the host's memory."""
         self._worker = worker
+        self._has_gpu = has_gpu
         self._buffers: list[Buffer] = []
         self._registered: dict[int, Registered] = {}
         self._is_needed = False
@@ -64,8 +74,9 @@ class Regions:
             self._is_needed = True
 
     def add(self, buffer: Buffer) -> Registered | None:
-        """None: it is known already, no writer is there yet, or it is not the host's."""
-        if not buffer.is_host or not buffer.nbytes or any(buffer is known for known in self._buffers):
+        """None: it is known already, no writer is there yet, or UCX does not reach it."""
+        is_reached = buffer.nbytes and (buffer.is_host or self._has_gpu)
+        if not is_reached or any(buffer is known for known in self._buffers):
             return None
         region = self._register(buffer) if self._is_needed else None  # first: it may fail
         self._buffers.append(buffer)
@@ -81,19 +92,24 @@ class Regions:
                 return region.number
         return None
 
-    def locate(self, memory: memoryview) -> tuple[int, int] | None:
-        """Return the region that holds the memory, and the offset there."""
+    def locate(self, memory: memoryview) -> Place | None:
+        """None: it is in none of the regions."""
         if not memory.c_contiguous or memory.readonly or not memory.nbytes:
             return None
-        start = _address(memory)
+        start = address_of(memory)
         for region in self._registered.values():
             if region.address <= start <= start + memory.nbytes <= region.address + region.nbytes:
-                return region.number, start - region.address
+                return Place(region.number, start - region.address, region.buffer.is_host)
         return None
 
+    def is_on_gpu(self, number: int) -> bool:
+        """Whether this region, if it is one still, is not the host's."""
+        region = self._registered.get(number)
+        return region is not None and not region.buffer.is_host
+
     def _register(self, buffer: Buffer) -> Registered:
-        number, key = self._worker.map(buffer.addresses)
-        region = Registered(number, _address(buffer.addresses), buffer.nbytes, key, buffer)
+        number, key = self._worker.map(buffer.addresses, "host" if buffer.is_host else "cuda")
+        region = Registered(number, address_of(buffer.addresses), buffer.nbytes, key, buffer)
         self._registered[number] = region
         return region
 
@@ -164,7 +180,7 @@ class Grants:
         return waiters[-1]
 
 
-def _address(memory: memoryview) -> int:
+def address_of(memory: memoryview) -> int:
     if memory.readonly:
         raise ProtocolError("memory that peers write must be writable; register a buffer")
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

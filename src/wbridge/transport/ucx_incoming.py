@@ -31,7 +31,7 @@ from wbridge.transport.ucx_frames import (
     Welcome,
     data_tag,
 )
-from wbridge.transport.ucx_grants import Grants, Registered, decode_grant
+from wbridge.transport.ucx_grants import Grant, Grants, Registered, decode_grant
 from wbridge.transport.ucx_transfer import Transfer, Worker
 
 WINDOW: Final = 128
@@ -51,13 +51,16 @@ class Incoming:
         send: Callable[[Frame], None],
         inbox: Inbox,
         exposures: Exposures,
+        landed: Callable[[Grant], None],
         forget: Callable[[], None],
     ) -> None:
+        """`landed` is called with each grant whose bytes are in place, before anybody hears of it."""
         self.hello = hello
         self._worker = worker
         self._send = send
         self._inbox = inbox
         self._exposures = exposures
+        self._landed = landed
         self._forget = forget
         self._puts: dict[bytes, _Arrival] = {}
         self._arrivals: deque[_Arrival] = deque()
@@ -93,6 +96,7 @@ class Incoming:
             case Begin():
                 self._on_begin(frame)
             case End() if (grant := decode_grant(frame.token)) is not None:
+                self._landed(grant)
                 self._arrive(_Arrival(frame.notify, dropped=not self.grants.settle(grant)))
                 self._forget_if_idle()
             case Revoked() if (grant := decode_grant(frame.token)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import anyio
 
@@ -12,6 +12,8 @@ from wbridge.errors import PeerLost
 FRAME_NBYTES: Final = 66 * 1024
 """The largest control frame: a message of 64 KiB and its header."""
 FRAME_TAG: Final = 1
+Kind = Literal["host", "cuda"]
+"""Whose memory it is, by UCX's names."""
 EAGER_NBYTES: Final = "128k"
 """Frames stay below this, so that none waits for its sender; longer puts go straight into their slot."""
 

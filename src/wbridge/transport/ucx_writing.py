@@ -12,7 +12,7 @@ from wbridge.errors import ProtocolError
 from wbridge.transport.ucx_frames import Bye, Forget, Frame, Region, Revoked
 from wbridge.transport.ucx_grants import Grant
 from wbridge.transport.ucx_native import NativeUcxWorker
-from wbridge.transport.ucx_transfer import Route, Transfer
+from wbridge.transport.ucx_transfer import Kind, Route, Transfer
 
 
 class _Window(NamedTuple):
@@ -52,9 +52,9 @@ class Writing:
         self._forgotten.add(region.number)
         self._tell()
 
-    async def start(self, grant: Grant, source: memoryview | Runs) -> Transfer | None:
-        """Start to write the slot, or places in the memory that it is a part of. None: it was taken back, or
-        written before. Cancelled: not started."""
+    async def start(self, grant: Grant, source: memoryview | Runs, kind: Kind) -> Transfer | None:
+        """Start to write the slot, or places in the memory that it is a part of, from memory of that kind.
+        None: it was taken back, or written before. Cancelled: not started."""
         end = source.end if isinstance(source, Runs) else grant.offset + source.nbytes
         window = await self._window(grant, end)
         if window is None:
@@ -68,7 +68,9 @@ class Writing:
             transfer = self._worker.put_runs(self._route, source, remote=place, key=window.key, then=stopped)
         else:
             place = window.address + grant.offset
-            transfer = self._worker.put(self._route, source, remote=place, key=window.key, then=stopped)
+            transfer = self._worker.put(
+                self._route, source, remote=place, key=window.key, kind=kind, then=stopped
+            )
         self._running[grant] = transfer
         return transfer
 

@@ -11,8 +11,8 @@ from typing import Final, Self
 import anyio
 import msgspec
 
-from wbridge.device.base import Buffer
-from wbridge.errors import EndpointClosed, PeerLost, ProtocolError
+from wbridge.device.base import Buffer, NetworkedGpu
+from wbridge.errors import ConfigError, DeviceFailed, EndpointClosed, PeerLost, ProtocolError
 from wbridge.native.ucx import why_missing
 from wbridge.transport.base import RemoteSlot
 from wbridge.transport.counters import Counters
@@ -22,9 +22,9 @@ from wbridge.transport.inbox import Inbox
 from wbridge.transport.lifeline import Lifeline
 from wbridge.transport.ucx_endpoint import SMALL_NBYTES, UcxxEndpoint
 from wbridge.transport.ucx_frames import Frame, Hello, ToSender, UcxAddress, decode, encode
-from wbridge.transport.ucx_grants import Grants, Regions, decode_grant
+from wbridge.transport.ucx_grants import Grant, Grants, Regions, address_of, decode_grant
 from wbridge.transport.ucx_incoming import Incoming
-from wbridge.transport.ucx_native import NativeUcxWorker
+from wbridge.transport.ucx_native import USE_GPU, NativeUcxWorker
 from wbridge.transport.ucx_transfer import Route, Transfer, Worker
 from wbridge.transport.ucx_worker import UcxWorker
 from wbridge.transport.ucx_writing import Writing
@@ -43,8 +43,11 @@ class UcxxTransport:
     costs three of them, and bytes move only while this loop runs. Without UCX error handling, which
     would rule out shared memory, a dead process of the same host is noticed through its pidfd.
 
+    Slots may lie in the memory of `gpu` too, if `UCX_TLS` has transports for it, here and at the peer.
+
     Raises on entering:
-        NativeUnavailable: there is neither the native worker nor ucxx, or not the one that `native` demands.
+        NativeUnavailable: there is neither the native worker nor ucxx, or not the one that `native` demands;
+            or UCX does not open.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class UcxxTransport:
         exposures: Exposures | None = None,
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
         native: bool | None = None,
+        gpu: NetworkedGpu | None = None,
     ) -> None:
         self._name = name
+        self._gpu = gpu
         self._native = why_missing() is None if native is None else native
         self._host = host_identity(host)
         self._inbox = inbox or Inbox(name)
@@ -72,17 +77,21 @@ class UcxxTransport:
         """Of lost connections: what they may still write."""
         self._worker: Worker | None = None
         self._regions: Regions | None = None
+        self._on_gpus: list[Buffer] = []
+        """What was registered that the host must not touch."""
         self._closing = False
 
     async def __aenter__(self) -> Self:
         check_descriptors(self._name, _NUM_DESCRIPTORS)
         self._lifeline = Lifeline()
+        has_gpu = False
         if self._native:
-            self._worker = worker = NativeUcxWorker(self._on_frame)
-            self._regions = Regions(worker)
+            self._worker = worker = NativeUcxWorker(self._on_frame, self._gpu)
+            has_gpu = self._gpu is not None and worker.reaches_gpu
+            self._regions = Regions(worker, has_gpu=has_gpu)
         else:
             self._worker = UcxWorker(self._on_frame)
-        self._own = UcxAddress(self._worker.address, self._host, process_token(), self._native)
+        self._own = UcxAddress(self._worker.address, self._host, process_token(), self._native, has_gpu)
         return self
 
     async def __aexit__(
@@ -125,6 +134,7 @@ class UcxxTransport:
             route=route,
             writing=Writing(worker, route, send) if isinstance(worker, NativeUcxWorker) else None,
             is_near=same_host and remote.puts,
+            has_gpus=self._own.has_gpu and remote.has_gpu,
             send=send,
             counters=counters or self._counters,
             close_timeout_s=self._close_timeout_s,
@@ -140,8 +150,14 @@ class UcxxTransport:
             raise
         return endpoint
 
+    def has_gpu_like(self, address: bytes) -> bool:
+        """Whether UCX reaches the memory of GPUs here and at the transport at `address`."""
+        return self._own.has_gpu and _decode_address(address, "a peer").has_gpu
+
     def register(self, buffer: Buffer) -> None:
-        """Let writers know the buffer, if there is a native worker and it is the host's memory."""
+        """Let writers know the buffer, if there is a native worker that reaches its memory."""
+        if not buffer.is_host and not any(buffer is known for known in self._on_gpus):
+            self._on_gpus.append(buffer)
         region = self._regions.add(buffer) if self._regions is not None else None
         if region is not None:
             for incoming in self._incoming.values():
@@ -149,6 +165,7 @@ class UcxxTransport:
                     incoming.show(region)
 
     def unregister(self, buffer: Buffer) -> None:
+        self._on_gpus = [known for known in self._on_gpus if known is not buffer]
         number = self._regions.remove(buffer) if self._regions is not None else None
         if number is not None:
             for incoming in self._incoming.values():
@@ -156,14 +173,27 @@ class UcxxTransport:
                     incoming.hide(number)
 
     def expose(self, memory: memoryview, peer: str) -> RemoteSlot:
-        """Grant the slot, if `peer` writes into this process's memory; else its bytes come as a message."""
+        """Grant the slot, if `peer` writes into this process's memory; else its bytes come as a message.
+
+        Raises:
+            ConfigError: the slot is on a GPU, which UCX does not reach here or at the peer.
+        """
         self._open_worker()
-        writer = self._writers.get(peer) if memory.nbytes > SMALL_NBYTES else None
+        is_on_gpu = self._is_on_gpu(memory)
+        if not is_on_gpu and memory.nbytes <= SMALL_NBYTES:
+            return self._exposures.expose(memory)
+        writer = self._writers.get(peer)
+        if is_on_gpu and (reason := self._why_not_on_gpu(writer)) is not None:
+            raise ConfigError(
+                f"{self._name}: {peer} was to write a slot on a GPU, and {reason}; {USE_GPU}, or leave slots "
+                "in host memory"
+            )
         if writer is not None and writer.is_open and writer.hello.address.puts and self._regions is not None:
             place = self._regions.locate(memory)
             if place is not None:
-                return RemoteSlot(writer.grants.give(*place).encode(), memory.nbytes)
-        return self._exposures.expose(memory)
+                return RemoteSlot(writer.grants.give(place.region, place.offset).encode(), memory.nbytes)
+        # Only the writer, which has gone, could write a GPU: the host must receive no message there.
+        return self._exposures.withdrawn(memory.nbytes) if is_on_gpu else self._exposures.expose(memory)
 
     async def withdraw(self, remote: RemoteSlot) -> bool:
         """See `Transport.withdraw`. What was granted comes back when its writer has answered, or has ended;
@@ -199,6 +229,24 @@ class UcxxTransport:
         for incoming in incoming_ones:
             incoming.end()
 
+    def _is_on_gpu(self, memory: memoryview) -> bool:
+        if not self._on_gpus or not memory.nbytes:
+            return False
+        start = address_of(memory)
+        return any(0 <= start - address_of(buffer.addresses) < buffer.nbytes for buffer in self._on_gpus)
+
+    def _why_not_on_gpu(self, writer: Incoming | None) -> str | None:
+        if not self._own.has_gpu:
+            return "UCX reaches no memory of GPUs in this worker"
+        if writer is not None and not writer.hello.address.has_gpu:
+            return "UCX reaches no memory of GPUs there"
+        return None
+
+    def _landed(self, grant: Grant) -> None:
+        """A network card may have written the GPU's memory, which work on the GPU need not see yet."""
+        if self._gpu is not None and self._regions is not None and self._regions.is_on_gpu(grant.region):
+            self._gpu.settle()
+
     def _open_worker(self) -> Worker:
         if self._worker is None or self._closing:
             raise EndpointClosed(f"{self._name}: the ucxx transport is closed; open a new one")
@@ -215,7 +263,7 @@ class UcxxTransport:
                     endpoint.on_frame(frame)
             elif (incoming := self._incoming.get(frame.connection)) is not None:
                 incoming.on_frame(frame)
-        except (ProtocolError, PeerLost) as exc:
+        except (ProtocolError, PeerLost, DeviceFailed) as exc:
             _logger.warning("frame dropped", extra={"transport": self._name, "reason": str(exc)})
 
     def _accept(self, hello: Hello) -> None:
@@ -231,6 +279,7 @@ class UcxxTransport:
             send=self._sender(route, lambda: incoming.lose()),
             inbox=self._inbox,
             exposures=self._exposures,
+            landed=self._landed,
             forget=lambda: self._drop(incoming),
         )
         if self._closing:

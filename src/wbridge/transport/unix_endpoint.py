@@ -45,6 +45,7 @@ class SharedMemoryEndpoint:
     """One connection to a receiver. Its reads are callbacks of the loop, so it has no task of its own."""
 
     put_runs: Final = None
+    put_from_gpu: Final = None
 
     def __init__(
         self, owner: str, peer: str, counters: Counters, forget: Callable[[SharedMemoryEndpoint], None]

@@ -66,21 +66,51 @@ def test_rdma_is_told_by_the_plugin_beside_the_library(
 
 
 @pytest.mark.parametrize(
-    ("plugins", "has"),
+    ("plugins", "lacks"),
     [
-        ([], "no part for GPUs"),
-        (["libuct_cuda.so.0"], "CUDA copies"),
-        (["libuct_cuda.so.0", "libuct_cuda_gdrcopy.so.0"], "CUDA copies and gdrcopy"),
+        (["cuda"], "no verbs, no gdrcopy"),
+        (["cuda", "cuda_gdrcopy"], "no verbs"),
+        (["ib", "cuda"], "no gdrcopy"),
+        ([], "no verbs, no CUDA copies, no gdrcopy"),
     ],
 )
-def test_what_ucx_could_do_on_gpus_is_told_and_that_it_does_not(
-    plugins: list[str], has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_ucx_lacks_to_reach_gpus_is_told_with_the_remedy(
+    plugins: list[str], lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "ucx").mkdir()
+    monkeypatch.setattr(doctor, "_ucx_folder", lambda: folder_with(tmp_path, plugins))
+    monkeypatch.setattr(select, "why_no_network", lambda: None)
+    monkeypatch.setattr(select, "find_network", lambda _: None)
+    monkeypatch.setattr(doctor, "memory_kinds", lambda _: ["host", "cuda"])
+    finding = doctor._ucx_on_gpus()
+    assert finding.ok is (True if plugins else None)
+    assert f"has {lacks}: for those set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("reason", "kinds", "told"),
+    [
+        ("cuda:0 orders nothing", ["host", "cuda"], "cuda:0 orders nothing"),
+        (None, ["host"], "UCX_TLS=tcp,cuda"),
+    ],
+)
+def test_why_slots_between_hosts_are_not_on_gpus_is_told(
+    reason: str | None, kinds: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_ucx_folder", lambda: folder_with(tmp_path, ["ib", "cuda", "cuda_gdrcopy"]))
+    monkeypatch.setattr(select, "why_no_network", lambda: reason)
+    monkeypatch.setattr(select, "find_network", lambda _: None)
+    monkeypatch.setattr(doctor, "memory_kinds", lambda _: kinds)
+    finding = doctor._ucx_on_gpus()
+    assert finding.ok is None
+    assert finding.detail.startswith("through page-locked host memory: ")
+    assert told in finding.detail
+
+
+def folder_with(path: Path, plugins: list[str]) -> Path:
+    (path / "ucx").mkdir()
     for plugin in plugins:
-        (tmp_path / "ucx" / plugin).touch()
-    monkeypatch.setattr(doctor, "_ucx_folder", lambda: tmp_path)
-    assert doctor._ucx_on_gpus().detail == f"through page-locked host memory; UCX has {has}, not used"
+        (path / "ucx" / f"libuct_{plugin}.so.0").touch()
+    return path
 
 
 @pytest.mark.parametrize("missing", [None, "NVRTC is not installed; install wbridge[cu13]"])

@@ -69,12 +69,12 @@ def test_frames_keep_their_order(workers: tuple[Worker, Worker], watched: bool) 
 def test_a_put_has_arrived_when_it_is_over(workers: tuple[Worker, Worker], watched: bool) -> None:
     there, here = workers
     memory = bytearray(3_000_000)
-    region = there.map(memory)
+    region = there.map(memory, kind="host")
     route = here.connect(there.address, watched=watched)
     key = here.unpack(route, there.pack(region))
     for stamp, offset, nbytes in ((1, 0, 3_000_000), (2, 5, 1_000_000), (3, 2_999_999, 1)):
         source = bytes([stamp]) * nbytes
-        number = here.put(route, source, address(memory) + offset, key)
+        number = here.put(route, source, address(memory) + offset, key, kind="host")
         assert happened(here, 1) == [(FINISHED, number, b"")]
         assert memory[offset : offset + nbytes] == source
     here.forget_key(key)
@@ -97,7 +97,7 @@ def test_runs_are_over_together(workers: tuple[Worker, Worker], num_runs: int) -
     there, here = workers
     memory, source = bytearray(6_000_000), bytearray(os.urandom(6_000_000))
     route = here.connect(there.address, watched=False)
-    key = here.unpack(route, there.pack(there.map(memory)))
+    key = here.unpack(route, there.pack(there.map(memory, kind="host")))
     sizes = [1 + 37 * k % 1900 for k in range(num_runs)]
     rows = [(2000 * k, 2000 * (num_runs - 1 - k), size) for k, size in enumerate(sizes)]
     table = array("Q", [number for row in rows for number in row])
@@ -113,9 +113,9 @@ def test_a_put_keeps_a_key_that_is_forgotten(workers: tuple[Worker, Worker]) -> 
     there, here = workers
     memory, source = bytearray(20_000_000), b"\1" * 20_000_000
     route = here.connect(there.address, watched=False)
-    packed = there.pack(there.map(memory))
+    packed = there.pack(there.map(memory, kind="host"))
     key = here.unpack(route, packed)
-    number = here.put(route, source, address(memory), key)
+    number = here.put(route, source, address(memory), key, kind="host")
     here.forget_key(key)
     here.unpack(route, packed)  # where the old one was, if that was given back
     assert happened(here, 1) == [(FINISHED, number, b"")]
@@ -140,6 +140,10 @@ def test_what_does_not_exist_is_an_error(workers: tuple[Worker, Worker]) -> None
         here.connect(b"\0" * len(there.address), watched=False)
     with pytest.raises(IndexError):
         here.pack(999)
+    with pytest.raises(ValueError, match="'host' or 'cuda'"):
+        here.map(bytearray(64), kind="rocm")
+    with pytest.raises(ValueError, match="'host' or 'cuda'"):
+        here.put(1, b"x", 0, 1, kind="rocm")
     number = here.send_frame(999, b"x")
     ((kind, of, reason),) = happened(here, 1)
     assert (kind, of) == (FINISHED, number) and reason

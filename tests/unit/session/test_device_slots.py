@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 import wbridge
 from tests.models.far import FAR, FarDevice
+from tests.models.networked import Gpu, NetworkedDevice, let_ucx_reach_gpus
 from tests.unit.session.job import PATIENCE_S, Job, gather, running
 from wbridge.config import Config
 from wbridge.device import copy
-from wbridge.device.base import HOST, Access, PeerMemory
+from wbridge.device.base import HOST, Access, NetworkedGpu, PeerMemory
 from wbridge.device.cpu import CpuBuffer, CpuDevice
 from wbridge.errors import NativeUnavailable, UpdateAborted, WBridgeError
+from wbridge.native.ucx import why_missing
 from wbridge.session import worker
 from wbridge.transport.select import Transports
 
@@ -30,10 +34,31 @@ def access_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, Access]:
     """What the workers say of themselves, by the beginning of their names; the longest counts."""
     found: dict[str, Access] = {"": FAR}
 
-    def open_transports(config: Config, token: str, *, name: str, access: Access) -> Transports:
+    def open_transports(
+        config: Config, token: str, *, name: str, access: Access, gpu: NetworkedGpu | None
+    ) -> Transports:
+        assert gpu is None
         start = max((start for start in found if name.startswith(start)), key=len)
         return Transports(config, token, name=name, access=found[start])
 
+    monkeypatch.setattr(worker, "open_transports", open_transports)
+    monkeypatch.setattr(copy, "native_missing", lambda: "it copies between addresses of the host")
+    return found
+
+
+@pytest.fixture
+def gpu_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, Gpu | None]:
+    """The same with GPUs that UCX reaches; each worker is on a host of its own, if none is set."""
+    if (why := why_missing()) is not None:
+        pytest.skip(why)
+    found: dict[str, Gpu | None] = {"": Gpu()}
+
+    def open_transports(config: Config, token: str, *, name: str, **_: object) -> Transports:
+        start = max((start for start in found if name.startswith(start)), key=len)
+        config = msgspec.structs.replace(config, host=config.host or name)
+        return Transports(config, name, name=name, access=UNREACHED, gpu=found[start])
+
+    let_ucx_reach_gpus(monkeypatch)
     monkeypatch.setattr(worker, "open_transports", open_transports)
     monkeypatch.setattr(copy, "native_missing", lambda: "it copies between addresses of the host")
     return found
@@ -138,3 +163,64 @@ async def test_a_writer_that_cannot_open_the_slots_says_why_and_keeps_nobody(
             await gather(*[lambda s=s: send(s) for s in job.senders])
             tasks.cancel_scope.cancel()
     assert sorted(map(type, errors), key=str) == [NativeUnavailable, UpdateAborted], errors
+
+
+# Over UCX ------------------------------------------------------------------------------------------------
+
+
+def gather_on_gpu(job: Job) -> set[bool]:
+    """Whether the trainers gather for UCX in their device's memory."""
+    contexts = [sender._trainer._epoch.engine._puts._context for sender in job.senders]
+    slots = [slots for context in contexts for slots in context.gather_slots.values()]
+    return {not slot.buffer.is_host for own in slots for slot in own._slots}
+
+
+@pytest.mark.parametrize("host", ["", "one"])
+@pytest.mark.parametrize("mode", ["sync", "sender_overlap", "receiver_overlap", "async"])
+async def test_ucx_puts_from_device_memory_into_device_memory(
+    mode: str, host: str, gpu_of: dict[str, Gpu | None], tmp_path: Path
+) -> None:
+    gpu = gpu_of[""]
+    assert gpu is not None
+    more = {"transport": "ucxx", "checksum": "off", "host": host, "relays": "off"}
+    with closing(NetworkedDevice(seed=5)) as device:
+        async with running(tmp_path, mode, devices=(device, device), **more) as job:
+            assert are_far(job) == [mode in ("sync", "sender_overlap")] * 3
+            assert gather_on_gpu(job) == {mode in ("sync", "receiver_overlap")}
+            for version in (1, 2, 3):
+                await job.update(version)
+                assert job.holds(version)
+            assert (gpu.num_settled > 0) is (mode in ("sync", "sender_overlap"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "without", "why"),
+    [
+        ("sync", {}, None, "set checksum='off'"),
+        ("sync", {"checksum": "on", "host": "one"}, None, "set checksum='off'"),
+        ("sync", {"checksum": "off"}, "trainer/trainer[1]", "UCX_TLS"),
+        ("sync", {"checksum": "off"}, "rollout/", "UCX_TLS"),
+        ("async", {"checksum": "off"}, None, "mode='async'"),
+    ],
+)
+async def test_the_reason_is_told_why_slots_that_ucx_writes_are_in_host_memory(
+    mode: str,
+    more: dict[str, str],
+    without: str | None,
+    why: str,
+    gpu_of: dict[str, Gpu | None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if without is not None:
+        gpu_of[without] = None
+    caplog.set_level(logging.INFO, "wbridge")
+    more = {"transport": "ucxx", "relays": "off", **more}
+    with closing(NetworkedDevice()) as device:
+        async with running(tmp_path, mode, devices=(device, device), **more) as job:
+            assert are_far(job) == [False] * 3
+            await job.update(1)
+            assert job.holds(1)
+    told = [vars(record) for record in caplog.records if record.message == "slots are open"]
+    assert len(told) == 3
+    assert all(why in record["why_on_host"] and record["memory"] == ["pinned"] for record in told)

@@ -124,11 +124,15 @@ async def test_workers_know_who_writes_their_device_memory() -> None:
     ):
         for peer, reaches in ((same, True), (host, False), (other, False)):
             endpoint = await far.connect(peer.address, peer.name)
-            assert far.reaches_slots_on_device(peer.address, endpoint) is reaches
+            why = far.why_not_on_device(peer.address, endpoint)
+            assert (why is None) is reaches
+            assert why is None or f"{peer.name} does not reach GPU far" in why
         endpoint = await host.connect(other.address, other.name)
-        assert host.reaches_slots_on_device(other.address, endpoint)
+        assert host.why_not_on_device(other.address, endpoint) is None
+        barred = opened("barred", "6", Access(memory=""))
+        assert "is let into" in str(barred.why_not_on_device(other.address, endpoint))
         endpoint = await near.connect(near_too.address, near_too.name)
-        assert not near.reaches_slots_on_device(near_too.address, endpoint)
+        assert "in this process" in str(near.why_not_on_device(near_too.address, endpoint))
 
 
 @pytest.mark.anyio

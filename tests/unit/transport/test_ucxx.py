@@ -16,7 +16,7 @@ from wbridge.device.cpu import CpuDevice
 from wbridge.device.runs import Run, Runs
 from wbridge.errors import ConfigError
 from wbridge.native.ucx import why_missing
-from wbridge.testing.conformance import Pair
+from wbridge.testing.pairs import Pair
 from wbridge.transport.base import Endpoint, RemoteSlot
 from wbridge.transport.ucxx import UcxxTransport
 
@@ -119,8 +119,8 @@ async def test_c72_a_buffer_that_could_not_be_registered_is_not_taken_for_regist
         assert regions.locate(buffer.view) is not None
 
 
-def raise_config_error(memory: memoryview) -> None:
-    raise ConfigError(f"{memory.nbytes} bytes are refused")
+def raise_config_error(memory: memoryview, kind: str) -> None:
+    raise ConfigError(f"{memory.nbytes} bytes of kind {kind} are refused")
 
 
 async def test_runs_go_where_they_belong_and_each_grant_is_used_once() -> None:
