@@ -15,7 +15,7 @@ import pytest
 import wbridge.sync
 from benchmarks.harness.model import rollout_target, trainer_source
 from tests.gpu.accelerator import Accelerator
-from tests.gpu.model import is_exactly, load, values
+from tests.gpu.model import Parameters, is_exactly, load, values
 from tests.process.scripts import heard, tell
 from tests.unit.session.job import MODES, PATIENCE_S, rendezvous, together
 from wbridge.device.select import why_no_network
@@ -46,6 +46,19 @@ def process(
             child.kill()
 
 
+def follow(
+    trainer: subprocess.Popen[str], receiver: wbridge.sync.ReceiverAdapter, parameters: Parameters
+) -> None:
+    """Take four versions, and look at each."""
+    for version in (1, 2, 3, 4):
+        tell(trainer, str(version))
+        update = receiver.poll_requests(wait_s=PATIENCE_S)
+        assert update is not None
+        assert update.version == version
+        assert is_exactly(parameters, version)
+        assert heard(trainer) == f"sent {version} applied"
+
+
 def shares(parameters: dict[str, object]) -> None:
     try:
         wbridge.share_memory(parameters.values())
@@ -71,13 +84,7 @@ def test_whole_versions_cross_between_processes(
     ):
         receiver.connect()
         assert heard(trainer) == "connected"
-        for version in (1, 2, 3, 4):
-            tell(trainer, str(version))
-            update = receiver.poll_requests(wait_s=PATIENCE_S)
-            assert update is not None
-            assert update.version == version
-            assert is_exactly(parameters, version)
-            assert heard(trainer) == f"sent {version} applied"
+        follow(trainer, receiver, parameters)
 
 
 @pytest.mark.parametrize("transports", ["tcp,cuda_copy", "cuda_copy,cuda_ipc,sm,tcp"])
@@ -101,13 +108,7 @@ def test_ucx_writes_slots_on_the_gpu(
         assert heard(trainer) == "connected"
         staging = receiver._rollout._engine._context.staging  # no public property
         assert [buffer.is_host for buffer in staging.buffers] == [not accelerator.is_gpu]
-        for version in (1, 2, 3, 4):
-            tell(trainer, str(version))
-            update = receiver.poll_requests(wait_s=PATIENCE_S)
-            assert update is not None
-            assert update.version == version
-            assert is_exactly(parameters, version)
-            assert heard(trainer) == f"sent {version} applied"
+        follow(trainer, receiver, parameters)
 
 
 @pytest.mark.parametrize(
