@@ -58,7 +58,11 @@ class Scatters:
 
     def close_if_over(self) -> bool:
         """Close, if every copy so far has ended well, so that nothing is to be waited for."""
-        is_well = self.error is None and all(e.is_done() and then is None for _, e, then in self._flying)
+        try:
+            is_well = self.error is None and all(e.is_done() and then is None for _, e, then in self._flying)
+        except Exception as exc:  # kept in `error`, which whoever runs this raises
+            self._fail(exc)
+            is_well = False
         if is_well:
             self._last += [slot for slot, _, _ in self._flying]
             self._flying.clear()
