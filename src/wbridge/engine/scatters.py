@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from wbridge.device.base import Event
+from wbridge.device.cpu import DoneEvent
 from wbridge.device.wakeup import Latch
 from wbridge.plan.types import Group
 from wbridge.staging.base import ReceiverStaging
@@ -57,12 +58,13 @@ class Scatters:
             self._changed.set()
 
     def close_if_over(self) -> bool:
-        """Close, if every copy so far has ended well, so that nothing is to be waited for."""
-        try:
-            is_well = self.error is None and all(e.is_done() and then is None for _, e, then in self._flying)
-        except Exception as exc:  # kept in `error`, which whoever runs this raises
-            self._fail(exc)
-            is_well = False
+        """Close, if every copy so far ended well in `start`, so that nothing is to be waited for.
+
+        Of any other event only a wait says whether its work has failed.
+        """
+        is_well = self.error is None and all(
+            isinstance(event, DoneEvent) and then is None for _, event, then in self._flying
+        )
         if is_well:
             self._last += [slot for slot, _, _ in self._flying]
             self._flying.clear()

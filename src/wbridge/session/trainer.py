@@ -273,9 +273,11 @@ class Trainer:
         """Stop reading the weights, then fail what is unfinished."""
         epoch, self._epoch = self._epoch, None
         self._not_live()
-        await self._worker.stop_epoch()
-        if epoch is not None:
-            epoch.end(error)
+        try:
+            await self._worker.stop_epoch()
+        finally:  # nobody else knows the calls of this epoch, which have no tasks that end with the loop
+            if epoch is not None:
+                epoch.end(error)
 
     def _not_live(self) -> None:
         if self._live.is_set():  # else somebody may wait for this very event

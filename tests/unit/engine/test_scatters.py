@@ -168,6 +168,28 @@ async def test_a_copy_that_fails_keeps_no_slot_and_hides_no_error(job: Job) -> N
     assert job.scatters.error is job.failures[0]
 
 
+async def test_a_copy_that_has_failed_by_now_is_waited_for() -> None:
+    """Its event is done, which does not tell how it ended; a stream of a GPU is often that far."""
+    device = CpuDevice()
+    parameter = torch.zeros(NUM_GROUPS)
+    staging = PinnedReceiver(device, {"p": parameter}, GROUPS, num_slots=NUM_GROUPS)
+    failures: list[Exception] = []
+    scatters = Scatters(staging, stopped=lambda _: None, failed=failures.append, wants_slots=lambda: False)
+    stream = staging._ring._stream
+    stream.submit(lambda: 1 / 0)
+    failed = stream.record()
+    while not failed.is_done():
+        await anyio.sleep(0.001)
+    staging._ring.scatter = lambda *_: failed  # type: ignore[method-assign]  # a device that fails
+    scatters.start(GROUPS[0], 0, after=None)
+    assert not scatters.close_if_over()
+    scatters.close()
+    await scatters.run()
+    assert [type(error) for error in failures] == [ZeroDivisionError]
+    staging.close()
+    device.close()
+
+
 async def test_a_copy_that_does_not_start_gives_its_slot_back(job: Job) -> None:
     job.start(0)
     job.staging.close()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import anyio
 import pytest
 
 import wbridge
 from tests.unit.session.job import PATIENCE_S, Job, running
 from wbridge.device.cpu import CpuDevice
-from wbridge.errors import InternalError, WBridgeError
+from wbridge.errors import InternalError, UpdateAborted, WBridgeError
 from wbridge.session import worker
 
 pytestmark = pytest.mark.anyio
@@ -73,6 +74,33 @@ async def test_the_next_call_raises_what_failed_when_the_membership_ended_by_its
             await job.senders[0].send_weights(2)
         await end(job.receivers[0])
         await end(job.senders[0])
+
+
+@pytest.mark.usefixtures("stuck_devices")
+async def test_a_send_ends_with_its_epoch_although_that_fails_to_stop(tmp_path: Path) -> None:
+    """It has no task of its own that would end with the loop."""
+    async with running(tmp_path, "sync", num_trainers=1, engines={"engine-0": 1}) as job:
+        await job.update(1)
+        trainer = job.senders[0]._trainer
+        epoch = trainer._epoch
+        assert epoch is not None
+        error = UpdateAborted("another epoch begins")
+
+        async def send() -> None:
+            with pytest.raises(UpdateAborted, match="another epoch begins"):
+                await job.senders[0].send_weights(2)  # which nobody takes
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            while not epoch._unfinished or epoch.announced != 2:
+                await anyio.sleep(0.001)
+            ending = trainer._worker.loop.submit(lambda: trainer._end_epoch(error)).finished
+            with pytest.raises(OSError, match="the driver has gone"):
+                await anyio.to_thread.run_sync(ending.result)
+            unfinished = set(epoch._unfinished)
+            trainer._worker.loop.call(lambda: epoch.end(error))  # or a failing test would not end
+            assert not unfinished
+        await end(job.receivers[0])
 
 
 async def lose_membership(job: Job) -> None:
