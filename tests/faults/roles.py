@@ -147,6 +147,7 @@ def work_as_trainer(
     """Send what is asked for, until told to leave."""
     torch.set_num_threads(1)
     choose_ucx(ucx)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
     pipe, trainer = Pipe(connection), Trainer(rank, 2)
     watching = Watching(pipe, "trainer")
 
