@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-GPU_MATMUL, HOST_MATMUL = 4096, 192
+GPU_MATMUL, HOST_MATMUL = 4096, 64
 PRODUCTS_PER_STEP = 8
 BF16 = torch.bfloat16
 
