@@ -201,10 +201,10 @@ class Writers(NamedTuple):
     """What the writers of a worker can do."""
 
     all_map: bool
-    """They write memory of this process as they write their own,"""
+    """Each writes memory of this process as it writes its own."""
     some_map: bool
     all_put_runs: bool
-    """or put runs of bytes into any of it."""
+    """Each does that, or puts runs of bytes into any of it."""
     why_on_host: str | None
     """Why slots cannot lie in the device's memory; None: all writers write it."""
 
