@@ -37,6 +37,7 @@ Pool &pool() {
 NB_MODULE(_core, module) {
     module.doc() = "Strided copies between parameters and slots, outside the GIL.";
     module.attr("INTERFACE") = 3;
+    nb::set_leak_warnings(false);  // an adapter that nobody closes lives in a thread that the exit of Python freezes
 
     module.def("num_threads", [] { return pool().num_threads(); },
                "Return how many threads one copy may use, the calling one included.");

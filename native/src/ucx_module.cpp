@@ -35,6 +35,7 @@ nb::list drain(UcxWorker &worker) {
 NB_MODULE(_ucx, module) {
     module.doc() = "A UCX worker with one-sided puts, progressed outside the GIL.";
     module.attr("INTERFACE") = 3;
+    nb::set_leak_warnings(false);  // an adapter that nobody closes lives in a thread that the exit of Python freezes
     module.attr("FINISHED") = static_cast<int>(wbridge::UcxEvent::finished);
     module.attr("FRAME") = static_cast<int>(wbridge::UcxEvent::frame);
     module.attr("LOST") = static_cast<int>(wbridge::UcxEvent::lost);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 import wbridge.sync
 from tests.models.toy import Rollout, Trainer
-from tests.process.scripts import heard, process, tell
+from tests.process.scripts import PRELUDE, heard, process, tell
 from tests.unit.session.job import MODES, PATIENCE_S, rendezvous, settings, together
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
@@ -107,6 +109,19 @@ with (
     update(2)
     say("child", os.waitstatus_to_exitcode(status))
 """
+
+UNCLOSED = (
+    PRELUDE
+    + """
+from tests.unit.session.job import together
+trainer, rollout = Trainer(), Rollout()
+sender = wbridge.sync.SenderAdapter(trainer.source, rendezvous=url, config=config(mode, 1, sys.argv[3]))
+receiver = wbridge.sync.ReceiverAdapter(rollout.target, rendezvous=url, config=config(mode, 1, sys.argv[3]))
+together(sender.connect, receiver.connect)
+together(lambda: sender.send_weights(1), lambda: receiver.poll_requests(wait_s=20.0))
+say(receiver.version)
+"""
+)
 
 
 def values(mode: str, num_engines: int, transport: str = "auto") -> dict[str, object]:
@@ -255,3 +270,11 @@ def test_a_fork_cannot_use_its_parents_adapters(tmp_path: Path) -> None:
     with process(FORK, rendezvous(tmp_path), "async") as parent:
         assert heard(parent) == "child 13"
         assert parent.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ucxx"])
+def test_a_program_that_closes_nothing_ends_without_a_word(transport: str, tmp_path: Path) -> None:
+    arguments = (rendezvous(tmp_path), "async", transport)
+    command = [sys.executable, "-c", UNCLOSED, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")

@@ -184,16 +184,20 @@ class Publishing:
                 self._perform(self._tickets.call_deadline_passed(call))
 
     def _perform(self, actions: list[TicketsAction]) -> None:
+        told: dict[Member, list[Keyed]] = {}  # all that one gets travels together
         for action in actions:
             match action:
                 case To(recipients, message):
                     self._note(message)
                     for recipient in recipients:
-                        self._find(recipient).lease.post(Keyed(self.cohort.epoch, message))
+                        keyed = Keyed(self.cohort.epoch, message)
+                        told.setdefault(self._find(recipient), []).append(keyed)
                 case StartPatience():
                     self._start(action, self._config.relay_patience_s)
                 case StartDeadline() | StartCallDeadline():
                     self._start(action, self._config.update_timeout_s)
+        for member, messages in told.items():
+            member.lease.post(*messages)
         if self._changed is not None:
             self._changed.set()
             self._changed = None
