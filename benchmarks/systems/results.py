@@ -30,7 +30,7 @@ TARGETS = {
     ("idle", OURS, "idle_cpu_pct"): 0.1,
     ("idle", OURS, "idle_wakeups_per_heartbeat"): 1.0,
 }
-COMPARED = {"tiny": "latency_us_p50", "idle": "idle_cpu_pct"}
+COMPARED = {"w1-tcp": "ratio_to_raw_socket", "tiny": "latency_us_p50", "idle": "idle_cpu_pct"}
 
 
 @dataclass

@@ -32,6 +32,10 @@ from wbridge.transport.select import Transports
 Tensors = Mapping[str, Any]  # torch tensors; torch stays out of this layer
 T = TypeVar("T")
 
+SHORT_NBYTES = 4 * 2**20
+"""A version of so many bytes for one worker, or fewer, is sooner in its parameters through a slot that need not
+wait for the poll than if it is written straight there."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -250,9 +254,11 @@ def _receiver_staging(
     if policy == "pinned":
         return PinnedReceiver(device, tensors, plan.incoming, num_slots=num_slots)
     pieces = [piece for group in plan.incoming for piece in group.pieces]
+    takes_parked = config.takes_parked(len(plan.incoming))
+    can_wait = not takes_parked and sum(piece.nbytes for piece in pieces) <= SHORT_NBYTES
     targets = [tensors[transfer.target_parameter] for piece in pieces for transfer in piece.transfers]
     in_place = writers.all_map or (writers.all_put_runs and land_in_runs(plan.incoming, tensors))
-    arena = arena_of(targets) if in_place else None
+    arena = arena_of(targets) if in_place and not can_wait else None
     # Tensors that are assembled for a loader are the host's, which reads no slots on a GPU.
     is_near = writers.why_on_host is None and all(str(target.device) == device.name for target in targets)
     if arena is not None and (arena.is_host or (is_near and writers.all_map)):
@@ -263,7 +269,7 @@ def _receiver_staging(
         tensors,
         plan.incoming,
         num_slots=num_slots,
-        takes_parked=config.takes_parked(len(plan.incoming)),
+        takes_parked=takes_parked,
         kind=kind,
         shared=writers.some_map or not is_near,
     )

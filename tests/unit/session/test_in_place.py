@@ -82,7 +82,7 @@ async def test_ucx_leaves_short_runs_to_slots(tmp_path: Path) -> None:
         assert job.holds(1)
 
 
-@pytest.mark.parametrize("reason", ["pinned", "not all shared", "checksums"])
+@pytest.mark.parametrize("reason", ["pinned", "not all shared", "checksums", "short"])
 async def test_otherwise_bytes_pass_through_slots(reason: str, tmp_path: Path) -> None:
     jobs = toys(2, ENGINES)
     for rollout in jobs[1]:
@@ -91,8 +91,8 @@ async def test_otherwise_bytes_pass_through_slots(reason: str, tmp_path: Path) -
             del shared["norm"]
         wbridge.share_memory(shared.values())
     mode = "async" if reason == "pinned" else "sync"
-    checksum = "on" if reason == "checksums" else "auto"
-    async with running(tmp_path, mode, engines=ENGINES, toys_of=jobs, checksum=checksum, **SHARED) as job:
+    settings = SHARED | {"checksums": {"checksum": "on"}, "short": {"slot_nbytes": 2**20}}.get(reason, {})
+    async with running(tmp_path, mode, engines=ENGINES, toys_of=jobs, **settings) as job:
         assert InPlaceReceiver not in stagings(job)
         await job.update(1)
         assert job.holds(1)
