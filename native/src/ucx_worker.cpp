@@ -21,7 +21,7 @@ constexpr int num_frames = 16;  // posted receives
 constexpr auto longest_pause = std::chrono::microseconds(1000);
 // Longer than a third of a socket's buffer takes to drain at the speed of memory. To sleep and be woken that often
 // costs more than the bytes where an idle core halts, as those of virtual machines do.
-constexpr auto attention = std::chrono::microseconds(300);
+constexpr Clock::duration longest_attention = std::chrono::microseconds(300);
 constexpr auto shutting = std::chrono::milliseconds(200);
 // What a dead process left in a socket of this host has arrived when nothing came for so long, or when all
 // that did come, of whomever, has been handled for so long.
@@ -356,8 +356,10 @@ void UcxWorker::close(double timeout_s) {
     thread_.join();
 }
 
+// Before it sleeps, the thread looks around for as long as it has worked: a slow link keeps no core busy.
 void UcxWorker::run() {
-    auto last = Clock::now();
+    auto attention = Clock::duration::zero();
+    auto since = Clock::now();
     while (!stopping_) {
         bool worked = run_commands();
         if (stopping_) break;
@@ -368,13 +370,18 @@ void UcxWorker::run() {
         }
         if (stopping_) break;
         ring();
+        const auto taken = Clock::now() - since;
+        since += taken;
         if (worked) {
             pause_ = std::chrono::microseconds(0);
-            last = Clock::now();
-        } else if (Clock::now() - last < attention) {
+            attention = std::min(attention + taken, longest_attention);
+        } else if (taken < attention) {
+            attention -= taken;
             std::this_thread::yield();  // to who else wants this core
         } else {
+            attention = Clock::duration::zero();
             sleep();
+            since = Clock::now();
         }
     }
     shut(Clock::now() + shutting);
