@@ -24,6 +24,7 @@ TITLES = {
 }
 MEASURES = {
     "ratio_to_memcpy": "time as a multiple of one memcpy",
+    "ratio_to_raw_socket": "time as a multiple of one raw socket stream",
     "latency_us_p50": "median latency in us",
     "idle_cpu_pct": "CPU in %",
 }

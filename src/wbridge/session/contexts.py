@@ -33,8 +33,8 @@ Tensors = Mapping[str, Any]  # torch tensors; torch stays out of this layer
 T = TypeVar("T")
 
 SHORT_NBYTES = 4 * 2**20
-"""A version of so many bytes for one worker, or fewer, is sooner in its parameters through a slot that need not
-wait for the poll than if it is written straight there."""
+"""A version of so many bytes for one worker, or fewer, is sooner in its parameters through a slot that need
+not wait for the poll than if it is written straight there."""
 
 _log = logging.getLogger(__name__)
 
