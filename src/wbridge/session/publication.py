@@ -33,6 +33,8 @@ class Publication:
         """The call has got a ticket, or never will: what a cancelled one waits for."""
         self.released: Latch = Latch()
         """The weights may change again, or the send must raise `error`."""
+        self.over: Latch = Latch()
+        """It is released, and no engine will do anything more with it."""
         self.then: Callable[[], None] | None = None
         """Called when it is released."""
         self._open = set(engines)
@@ -83,6 +85,7 @@ class Publication:
 
     def let_go(self) -> None:
         """All is over: hold nothing of the epoch, since the caller may keep this for as long as it likes."""
+        self.over.set()
         self.source = self._abort = None
 
     def landed_script(self, timeout_s: float | None) -> Script[Outcomes]:
@@ -103,7 +106,7 @@ class Publication:
         return dict(self.outcomes)
 
     def abort_script(self) -> Script[None]:
-        """Return when no engine is being written any more, whatever became of the version."""
+        """Return when no engine is being written any more, or will be, whatever became of the version."""
         abort = self._abort
         if abort is not None:
             yield Wait(abort(self))

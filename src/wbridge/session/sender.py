@@ -191,5 +191,8 @@ class Delivery:
         return await drive_async(self._publication.applied_script(timeout_s))
 
     async def abort(self) -> None:
-        """End this version everywhere; engines that have applied it keep it. Idempotent."""
+        """End this version everywhere; engines that have applied it keep it. Idempotent.
+
+        When it returns, no engine applies the version any more: each has answered, or is lost.
+        """
         await drive_async(self._publication.abort_script())

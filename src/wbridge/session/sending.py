@@ -201,7 +201,7 @@ class SendingEpoch:
         return self._submit(functools.partial(self._abort_here, publication))
 
     async def _abort_here(self, publication: Publication) -> None:
-        """Return when no engine is being written any more, whatever became of the version."""
+        """Return when no engine is being written any more, or will be, whatever became of the version."""
         if publication not in self._unfinished:
             return
         if publication.ticket is None:
@@ -209,7 +209,7 @@ class SendingEpoch:
             await publication.answered.wait()
         if publication.ticket is not None:
             self._post(AbortTicket(publication.ticket, "the application aborted it"))
-            await publication.released.wait()
+        await publication.over.wait()
 
     # Messages of the coordinator -----------------------------------------------------------------------
 

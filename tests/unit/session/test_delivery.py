@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -11,6 +12,7 @@ import wbridge.sync
 from tests.unit.session.job import MODES, gather, running
 from tests.unit.session.virtual import virtual
 from wbridge.errors import BarrierTimeout, UpdateAborted
+from wbridge.flow.messages import TicketAborted
 from wbridge.testing.streams import LoopDevice
 
 pytestmark = pytest.mark.anyio
@@ -119,6 +121,33 @@ async def test_an_abort_reaches_engines_that_have_landed_but_not_applied(tmp_pat
         await job.update(2)  # the same version again: another ticket
         assert job.holds(2)
         assert deliveries[0].outcomes == {"engine-0": "aborted", "engine-1": "aborted"}
+
+
+async def test_an_abort_waits_for_the_answers_of_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a poll right behind it could still apply the version."""
+    async with running(tmp_path, "async", engines={"engine-0": 1}) as job:
+        await job.update(1)
+        deliveries = await job.send(2)
+        await deliveries[0].landed()
+        rollout, kept = job.receivers[0]._rollout, []
+        receive = rollout.receive
+
+        def keep_abort(message: object) -> None:
+            if isinstance(message, TicketAborted):
+                kept.append(message)
+            else:
+                receive(message)
+
+        monkeypatch.setattr(rollout, "receive", keep_abort)
+        with anyio.move_on_after(0.1) as waiting:
+            await deliveries[0].abort()
+        assert waiting.cancelled_caught
+        rollout._worker.loop.call(partial(receive, kept[0]))
+        await deliveries[0].abort()
+        assert await job.receivers[0].poll_requests() is None
+        assert deliveries[0].outcomes == {"engine-0": "aborted"}
 
 
 async def test_an_abort_does_not_undo_an_applied_version(tmp_path: Path) -> None:
