@@ -1,4 +1,4 @@
-"""An engine that sleeps, wherever in an update, costs those that do not one patience, not one each time."""
+"""An engine that sleeps, wherever in an update, costs those that do not one wait, not one each time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wbridge.flow.actions import StartPatience, To
+from wbridge.flow.actions import StartGrace, StartPatience, To
 from wbridge.flow.messages import Finished, Landed, Offer, Report, Retired, Serve
+from wbridge.flow.records import EngineRecord
 from wbridge.flow.tickets import Tickets
 
 Place = Literal["awake", "has not offered", "has offered", "holds a version"]
@@ -31,6 +32,7 @@ class Fleet:
         self.awake = {name for name, place in self.places.items() if place == "awake"}
         self.served: dict[str, int] = {}
         self.timer = 0
+        self.graces: list[StartGrace] = []
         self.retired = 0
         self._offers: Counter[str] = Counter()
         for name, place in self.places.items():
@@ -49,6 +51,8 @@ class Fleet:
         for action in actions:
             if isinstance(action, StartPatience):
                 self.timer = action.ticket
+            elif isinstance(action, StartGrace):
+                self.graces.append(action)
             elif isinstance(action, To) and isinstance(action.message, Retired):
                 self.retired = action.message.ticket
             elif isinstance(action, To) and isinstance(action.message, Serve):
@@ -63,19 +67,31 @@ class Fleet:
             self.act(self.machine.finished(name, Finished(ticket, "applied")))
             self.offer(name)
 
+    def lacks(self, version: int) -> bool:
+        """Some engine that is awake does not have it."""
+        return any(self.served.get(name) != version for name in self.awake)
 
-def play(places: list[Place], *, held: bool) -> int:
+    def end_graces(self) -> None:
+        graces, self.graces = self.graces, []
+        for grace in graces:
+            self.act(self.machine.grace_passed(grace.engine, grace.ticket))
+
+
+def play(places: list[Place], *, held: bool) -> tuple[int, int]:
     """Send a few versions, each once the awake engines have the one before; return how many of them
-    an awake engine got only when a patience had passed."""
-    fleet, num_waits = Fleet(places, held=held), 0
+    an awake engine got only when a patience, or graces, had passed."""
+    fleet, num_patiences, num_graces = Fleet(places, held=held), 0, 0
     for version in range(1, 6):
         fleet.announce(version)
-        if any(fleet.served.get(name) != version for name in fleet.awake):
-            num_waits += 1
+        if fleet.lacks(version) and fleet.graces:
+            num_graces += 1
+            fleet.end_graces()
+        if fleet.lacks(version):
+            num_patiences += 1
             fleet.act(fleet.machine.patience_passed(fleet.timer))
-        assert all(fleet.served[name] == version for name in fleet.awake)
+        assert not fleet.lacks(version)
         assert not held or fleet.retired == version, "the send has not returned"
-    return num_waits
+    return num_patiences, num_graces
 
 
 places = st.sampled_from(["awake", "has not offered", "has offered", "holds a version"])
@@ -84,7 +100,9 @@ places = st.sampled_from(["awake", "has not offered", "has offered", "holds a ve
 @settings(max_examples=60)
 @given(st.lists(places, max_size=4))
 def test_a_pinned_sender(others: list[Place]) -> None:
-    assert play(["awake", *others], held=False) <= ("has not offered" in others)
+    num_patiences, num_graces = play(["awake", *others], held=False)
+    assert num_patiences <= ("has not offered" in others)
+    assert num_graces <= (not {"has offered", "holds a version"}.isdisjoint(others))
 
 
 @settings(max_examples=60)
@@ -92,24 +110,31 @@ def test_a_pinned_sender(others: list[Place]) -> None:
 def test_a_direct_sender(others: list[Place]) -> None:
     """One patience for each that falls asleep, since the send lets nobody catch up. One that sleeps while it
     is being written holds the send itself, until its deadline."""
-    assert play(["awake", *others], held=True) <= len(set(others) - {"awake"})
+    num_patiences, num_graces = play(["awake", *others], held=True)
+    assert num_patiences <= len(set(others) - {"awake"})
+    assert num_graces == 0
 
 
 def test_an_engine_that_wakes_is_served_at_once() -> None:
     fleet = Fleet(["awake", "holds a version"], held=False)
     for version in range(1, 4):
         fleet.announce(version)
+        fleet.end_graces()
     fleet.awake.add("engine-1")
     fleet.act(fleet.machine.finished("engine-1", Finished(1, "applied")))
     fleet.offer("engine-1")
     assert fleet.served == {"engine-0": 3, "engine-1": 3}
 
 
-class WaitsForAll(Tickets):
-    def _is_awaited(self, *_: Any) -> bool:
-        return True
+class NeverLate(EngineRecord):
+    """Lets a grace pass, and is waited for all the same the next time."""
+
+    def end_grace(self, ticket: int) -> None:
+        super().end_grace(ticket)
+        self.late, self.graced = False, None
 
 
 def test_without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.Tickets", WaitsForAll)
-    assert play(["awake", "holds a version"], held=False) == 4
+    monkeypatch.setattr("wbridge.flow.records.EngineRecord", NeverLate)
+    with pytest.raises(AssertionError):
+        play(["awake", "holds a version"], held=False)

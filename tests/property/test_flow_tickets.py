@@ -151,6 +151,13 @@ class CallsInStep(Calls):
         return False
 
 
+class NoGracePasses(Tickets):
+    """An engine that is busy with an older version is waited for, however long that takes."""
+
+    def grace_passed(self, engine: str, ticket: int) -> list[Any]:
+        return []
+
+
 class RetiresEarly(Tickets):
     """A closed ticket is retired although its grants are still being written."""
 
@@ -172,6 +179,7 @@ class RetiresEarly(Tickets):
         case("stuck", BurnsForReportsOnly, delivery="latest", late_ranks=True, num_engines=1),
         case("stuck", ForgetsEarlierCalls, delivery="latest", entered=((1, 1), (0, 0)), num_engines=1),
         case("stuck", SkipsNothing, delivery="latest", entered=((1, 1), (1, 0)), num_engines=1),
+        case("stuck", NoGracePasses, delivery="latest", num_snapshots=2, num_ranks=1),
         case("stuck", RetiresEarly, delivery="latest", num_ranks=1, num_engines=1),
     ],
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wbridge.flow.actions import StartCallDeadline, StartDeadline, StartPatience, To
+from wbridge.flow.actions import StartCallDeadline, StartDeadline, StartGrace, StartPatience, To
 from wbridge.flow.messages import (
     Announced,
     CallAborted,
@@ -150,6 +150,7 @@ class TicketWorld:
         self.to_leader: dict[str, list[Any]] = {name: [] for name in names}
         self.from_leader: dict[str, list[Any]] = {name: [] for name in names}
         self.timers: set[tuple[str, int]] = set()
+        self.graces: set[tuple[str, int]] = set()
         self.announced: dict[int, int] = {}  # ticket -> call
         self.finals: set[tuple[int, str]] = set()
         self.retired: set[int] = set()
@@ -189,6 +190,8 @@ class TicketWorld:
                 yield f"patience of ticket {ticket} passes", "fire", kind, ticket
             elif self.budget["deadline"]:
                 yield f"~deadline of ticket {ticket} passes", "fire", kind, ticket
+        for name, ticket in sorted(self.graces):
+            yield f"grace of {name} with ticket {ticket} passes", "end_grace", name, ticket
         for i, (name, engine) in enumerate(self.engines.items()):
             yield from self.engine_steps(name, engine, "~" if i and self.optional else "")
 
@@ -352,10 +355,16 @@ class TicketWorld:
             self.budget["deadline"] -= 1
             self.act(self.coordinator.update_deadline_passed(ticket))
 
+    def end_grace(self, name: str, ticket: int) -> None:
+        self.graces.discard((name, ticket))
+        self.act(self.coordinator.grace_passed(name, ticket))
+
     def act(self, actions: list[Any]) -> None:
         for action in actions:
             if isinstance(action, StartPatience):
                 self.timers.add(("patience", action.ticket))
+            elif isinstance(action, StartGrace):
+                self.graces.add((action.engine, action.ticket))
             elif isinstance(action, StartCallDeadline):
                 self.timers |= {("call", action.call)} if self.late else set()
             elif isinstance(action, StartDeadline):

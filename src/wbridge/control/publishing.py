@@ -17,6 +17,7 @@ from wbridge.flow.actions import (
     Recipient,
     StartCallDeadline,
     StartDeadline,
+    StartGrace,
     StartPatience,
     TicketsAction,
     To,
@@ -71,6 +72,9 @@ class Publishing:
         self._changed: anyio.Event | None = None  # while somebody waits for it
         self._next_timer = anyio.Event()
         self._lost: set[str] = set()
+        self._copy_s = config.relay_patience_s  # what a version took to arrive last, once one has
+        self._newest_served = 0
+        self._served_at_s: float | None = None  # the newest served ticket, until it has arrived somewhere
         self.announced: int | None = None
         """The version announced last in this epoch."""
 
@@ -114,6 +118,7 @@ class Publishing:
             case flow.WithdrawOffer():
                 return self._tickets.withdraw_offer(engine, message)
             case flow.Landed():
+                self._measure(message)
                 return self._tickets.landed(engine, message)
             case flow.Finished():
                 return self._tickets.finished(engine, message)
@@ -178,6 +183,8 @@ class Publishing:
         match timer:
             case StartPatience(ticket):
                 self._perform(self._tickets.patience_passed(ticket))
+            case StartGrace(engine, ticket):
+                self._perform(self._tickets.grace_passed(engine, ticket))
             case StartDeadline(ticket):
                 self._perform(self._tickets.update_deadline_passed(ticket))
             case StartCallDeadline(call):
@@ -194,6 +201,8 @@ class Publishing:
                         told.setdefault(self._find(recipient), []).append(keyed)
                 case StartPatience():
                     self._start(action, self._config.relay_patience_s)
+                case StartGrace():
+                    self._start(action, self._copy_s)
                 case StartDeadline() | StartCallDeadline():
                     self._start(action, self._config.update_timeout_s)
         for member, messages in told.items():
@@ -219,3 +228,10 @@ class Publishing:
         self._standings.note(message)
         if isinstance(message, flow.Announced):
             self.announced = message.version
+        elif isinstance(message, flow.Serve) and message.ticket > self._newest_served:
+            self._newest_served, self._served_at_s = message.ticket, anyio.current_time()
+
+    def _measure(self, landed: flow.Landed) -> None:
+        """Of each version, the engine that has it first says how long a copy takes."""
+        if landed.ticket == self._newest_served and self._served_at_s is not None:
+            self._copy_s, self._served_at_s = anyio.current_time() - self._served_at_s, None

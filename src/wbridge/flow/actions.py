@@ -69,6 +69,14 @@ class StartPatience(msgspec.Struct, frozen=True):
     ticket: int
 
 
+class StartGrace(msgspec.Struct, frozen=True):
+    """Call `Tickets.grace_passed(engine, ticket)` after as long as a version took to arrive last."""
+
+    engine: str
+    ticket: int
+    """The older one, which the engine holds."""
+
+
 class StartDeadline(msgspec.Struct, frozen=True):
     """Call `Tickets.update_deadline_passed(ticket)` after `update_timeout_s`."""
 
@@ -81,7 +89,7 @@ class StartCallDeadline(msgspec.Struct, frozen=True):
     call: int
 
 
-TicketsAction: TypeAlias = To | StartPatience | StartDeadline | StartCallDeadline
+TicketsAction: TypeAlias = To | StartPatience | StartGrace | StartDeadline | StartCallDeadline
 
 # Leader ----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from wbridge.flow.messages import Report
+from wbridge.flow.messages import Offer, Report
 
 
 class EngineRecord:
@@ -17,6 +17,26 @@ class EngineRecord:
         self.grant: int | None = None  # the ticket it holds and has not finished: at most one
         self.lost = False
         self.misses = 0  # tickets whose patience has passed since it was served last
+        self.graced: int | None = None  # its grant, if others stand ready for a newer ticket since
+        self.in_grace = False  # that grace has not passed
+        self.late = False  # it let its last grace pass
+
+    def make_offer(self, offer: Offer) -> None:
+        if self.in_grace:
+            self.late = False
+        self.offer, self.offers_parked, self.graced, self.in_grace = offer.offer, offer.parked, None, False
+
+    def begin_grace(self) -> int | None:
+        """Others stand ready for what it wants next: return the ticket that it holds, if this is new."""
+        if self.grant is None or self.graced == self.grant:
+            return None
+        self.graced, self.in_grace = self.grant, True
+        return self.grant
+
+    def end_grace(self, ticket: int) -> None:
+        """Its time is up, if it still has not offered."""
+        if self.in_grace and self.graced == ticket:
+            self.in_grace, self.late = False, True
 
 
 class Fleet:

@@ -13,6 +13,7 @@ from wbridge.flow.actions import (
     FromCoordinator,
     Recipient,
     StartDeadline,
+    StartGrace,
     StartPatience,
     TicketsAction,
     To,
@@ -37,6 +38,7 @@ from wbridge.flow.messages import (
     WithdrawCall,
     WithdrawOffer,
 )
+from wbridge.flow.patience import Patience
 from wbridge.flow.records import EngineRecord, Fleet, TicketRecord
 
 
@@ -64,6 +66,7 @@ class Tickets:
         self._calls = Calls(num_ranks, num_calls)
         self._engines = Fleet(engines)
         self._delivery = delivery
+        self._patience = Patience(source_held=source_held, lands_when_parked=lands_when_parked)
         self._source_held = source_held
         self._lands_when_parked = lands_when_parked
         self._tickets: dict[int, TicketRecord] = {}  # those not over yet, oldest first
@@ -144,7 +147,7 @@ class Tickets:
         """An engine can take a version. Answered by `Serve` or `OfferRefused`, at once or later."""
         if why := self._engines.why_no_offer(engine) or self._ended:
             return [To((("leader", engine),), OfferRefused(offer.offer, why))]
-        self._engines[engine].offer, self._engines[engine].offers_parked = offer.offer, offer.parked
+        self._engines[engine].make_offer(offer)
         return self._settle([])
 
     def withdraw_offer(self, engine: str, withdraw: WithdrawOffer) -> list[TicketsAction]:
@@ -202,6 +205,11 @@ class Tickets:
         for candidate in self._tickets.values():
             if candidate.timer == ticket and not candidate.closed:
                 candidate.started = candidate.waited = True
+        return self._settle([])
+
+    def grace_passed(self, engine: str, ticket: int) -> list[TicketsAction]:
+        """Others have waited as long for this engine as a copy of its own takes."""
+        self._engines[engine].end_grace(ticket)
         return self._settle([])
 
     def update_deadline_passed(self, ticket: int) -> list[TicketsAction]:
@@ -283,28 +291,21 @@ class Tickets:
         return out
 
     def _gather(self, ticket: TicketRecord, out: list[TicketsAction]) -> None:
-        due = [e for e in self._engines.live() if e.name not in ticket.granted | ticket.final]
-        ready = [e for e in due if e.offer is not None and self._wanted(e) is ticket]
-        awaited = [e for e in due if e not in ready and self._is_awaited(e, ticket)]
-        if ready and (ticket.started or not awaited or self._out_of_snapshots(ticket)):
-            self._serve(ticket, ready, out)
-        late = [e for e in due if e not in ready and e.name not in ticket.missed]
+        due = [e for e in self._engines.live() if self._wanted(e) is ticket]
+        ready = [e for e in due if e.offer is not None]
+        absent = [e for e in due if e.offer is None]
+        if ready:
+            graces = self._patience.begin_graces(ticket, absent)
+            out += [StartGrace(name, held) for name, held in graces]
+            pressed = self._out_of_snapshots(ticket)
+            if not self._patience.holds_back(ticket, ready, absent, pressed=pressed):
+                self._serve(ticket, ready, out)
         if ticket.waited and self._delivery == "latest" and (ticket.granted or not self._lands_when_parked):
-            for engine in late:
-                engine.misses += 1
-                ticket.missed.add(engine.name)
-                out.append(self._ranks(EngineOutcome(ticket.number, engine.name, "missed", False)))
-
-    def _is_awaited(self, engine: EngineRecord, ticket: TicketRecord) -> bool:
-        """Whether others wait, with patience, until this engine has offered: not if it has another version
-        to apply first, or has let a patience pass already. Its own offer will be served when it comes.
-
-        A held source is released after the first serving set, so it waits for more: each time, if offers
-        come only after the announcement.
-        """
-        if self._source_held:
-            return self._lands_when_parked or not engine.misses
-        return engine.grant is None and not engine.misses and self._wanted(engine) is ticket
+            for engine in absent:
+                if engine.name not in ticket.missed:
+                    engine.misses += 1
+                    ticket.missed.add(engine.name)
+                    out.append(self._ranks(EngineOutcome(ticket.number, engine.name, "missed", False)))
 
     def _serve(self, ticket: TicketRecord, ready: list[EngineRecord], out: list[TicketsAction]) -> None:
         ready.sort(key=lambda engine: -engine.misses)

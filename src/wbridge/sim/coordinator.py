@@ -10,6 +10,7 @@ from wbridge.flow.actions import (
     FromCoordinator,
     StartCallDeadline,
     StartDeadline,
+    StartGrace,
     StartPatience,
     TicketsAction,
     To,
@@ -90,8 +91,8 @@ class Coordinator:
                 case StartPatience(ticket):
                     passed = partial(self._patience_passed, ticket)
                     self._world.timeline.after(self._world.config.relay_patience_s, passed)
-                case StartDeadline() | StartCallDeadline():
-                    pass  # whether an update takes too long, who reads the outcome decides
+                case StartGrace() | StartDeadline() | StartCallDeadline():
+                    pass  # there is one version, and who reads its outcome decides what is too long
 
     def _patience_passed(self, ticket: int) -> None:
         self._perform(self._tickets.patience_passed(ticket))

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
+import anyio
 import pytest
 
 from tests.unit.control.job import SECRET, Worker, live, rollout, running, together, trainer
@@ -137,6 +138,24 @@ async def test_an_engine_that_does_not_offer_is_missed_after_the_patience() -> N
         t.post(Report(1, 42))
         assert (await hear(t, Serve)).engines == ("e0",)
         assert await hear(t, EngineOutcome) == EngineOutcome(1, "e1", "missed", False)
+
+
+async def test_a_neighbour_that_does_not_apply_is_waited_for_as_long_as_a_version_took() -> None:
+    config, took_s = Config(mode=Mode.ASYNC, num_engines=2, relay_patience_s=60), 0.1
+    async with job(config, trainer(0), rollout("e0"), rollout("e1")) as (rank, awake, asleep):
+        awake.post(Offer(1))
+        asleep.post(Offer(1))
+        rank.post(Report(1, 7))
+        assert (await hear(awake, Serve)).engines == ("e0", "e1")
+        await anyio.sleep(took_s)
+        awake.post(Landed(1))
+        asleep.post(Landed(1))
+        awake.post(Finished(1, "applied"))
+        awake.post(Offer(2))
+        begun_s = anyio.current_time()
+        rank.post(Report(2, 8))
+        assert (await hear(awake, Serve)).engines == ("e0",)
+        assert anyio.current_time() - begun_s >= took_s
 
 
 async def test_an_engine_that_does_not_land_in_time_is_named() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from wbridge.flow.actions import StartCallDeadline, StartDeadline, StartPatience, To
+from wbridge.flow.actions import StartCallDeadline, StartDeadline, StartGrace, StartPatience, To
 from wbridge.flow.messages import (
     AbortTicket,
     Announced,
@@ -107,18 +107,110 @@ def test_who_missed_is_served_first_next_time() -> None:
     assert said(announce(machine, 2), Serve) == [Serve(2, 2, ("b", "a"))]
 
 
-def test_nobody_waits_for_an_engine_that_has_an_older_version_to_apply() -> None:
-    machine = tickets()
+def one_behind(delivery: Any = "latest", **options: Any) -> tuple[Tickets, list[Any]]:
+    """Both have landed ticket 1, `a` has applied it and offers again, and ticket 2 is announced."""
+    machine = tickets(delivery, **options)
     for name in "ab":
         machine.offer(name, Offer(1))
     announce(machine, 1)
     for name in "ab":
         machine.landed(name, Landed(1))
     machine.finished("a", Finished(1, "applied"))
-    machine.offer("a", Offer(2))
-    assert said(announce(machine, 2), Serve) == [Serve(2, 2, ("a",))]
-    machine.finished("b", Finished(1, "applied"))
-    assert said(machine.offer("b", Offer(2)), Serve) == [Serve(2, 2, ("b",))]
+    return machine, machine.offer("a", Offer(2)) + announce(machine, 2)
+
+
+def finish(machine: Tickets, name: str, ticket: int, outcome: Any = "applied") -> list[Any]:
+    """The engine is through with a ticket, and stands ready for the next one."""
+    machine.landed(name, Landed(ticket))
+    machine.finished(name, Finished(ticket, outcome))
+    return machine.offer(name, Offer(ticket + 1))
+
+
+@pytest.mark.parametrize("delivery", ["latest", "every"])
+def test_who_is_ready_waits_for_a_neighbour_that_has_an_older_version_to_apply(delivery: str) -> None:
+    """Else each of two engines that are never ready in the same instant gets a copy of its own."""
+    machine, out = one_behind(delivery)
+    assert StartGrace("b", 1) in out and not said(out, Serve)
+    assert not said(machine.patience_passed(2), Serve)  # that is for engines that could offer
+    (served,) = said(finish(machine, "b", 1), Serve)
+    assert sorted(served.engines) == ["a", "b"]
+    assert not machine.grace_passed("b", 1)
+
+
+def test_the_grace_of_an_engine_that_is_still_written_ends_too() -> None:
+    machine = tickets()
+    for name in "ab":
+        machine.offer(name, Offer(1))
+    announce(machine, 1)
+    assert StartGrace("b", 1) in finish(machine, "a", 1) + announce(machine, 2)
+    assert said(machine.grace_passed("b", 1), Serve) == [Serve(2, 2, ("a",))]
+
+
+def test_who_lets_a_grace_pass_is_not_waited_for_until_it_is_in_time() -> None:
+    machine, _ = one_behind()
+    assert said(machine.grace_passed("b", 1), Serve) == [Serve(2, 2, ("a",))]
+    assert said(finish(machine, "b", 1), Serve) == [Serve(2, 2, ("b",))]
+    # Served apart, and ready again after `a`: not waited for, but its grace runs.
+    out = finish(machine, "a", 2) + announce(machine, 3)
+    assert StartGrace("b", 2) in out
+    assert said(out, Serve) == [Serve(3, 3, ("a",))]
+    assert said(finish(machine, "b", 2), Serve) == [Serve(3, 3, ("b",))]
+    # It was in time, so it is waited for again.
+    out = finish(machine, "a", 3) + announce(machine, 4)
+    assert StartGrace("b", 3) in out and not said(out, Serve)
+    assert said(finish(machine, "b", 3), Serve) == [Serve(4, 4, ("a", "b"))]
+
+
+def test_a_newer_ticket_does_not_lengthen_the_grace() -> None:
+    machine, _ = one_behind()
+    out = announce(machine, 3)
+    assert not [action for action in out if isinstance(action, StartGrace)] and not said(out, Serve)
+    assert said(machine.grace_passed("b", 1), Serve) == [Serve(3, 3, ("a",))]
+    assert StartGrace("b", 1) not in finish(machine, "a", 3) + announce(machine, 4)  # it has passed
+
+
+def test_a_grace_of_an_older_ticket_ends_nothing() -> None:
+    machine, _ = one_behind()
+    finish(machine, "b", 1)
+    out = finish(machine, "a", 2) + announce(machine, 3)
+    assert StartGrace("b", 2) in out
+    assert machine.grace_passed("b", 1) == []
+    assert said(finish(machine, "b", 2), Serve) == [Serve(3, 3, ("a", "b"))]
+
+
+def test_ranks_that_wait_for_a_snapshot_get_it_while_a_neighbour_is_in_grace() -> None:
+    """Served alone, `a` would keep one snapshot and `b`, which is still written, the other one."""
+    machine = tickets()
+    for name in "ab":
+        machine.offer(name, Offer(1))
+    announce(machine, 1)
+    finish(machine, "a", 1)
+    announce(machine, 2)
+    machine.waiting(0, Waiting(3))
+    out = machine.waiting(1, Waiting(3))
+    assert said(out, Retired) == [Retired(2)] and not said(out, Serve)
+    announce(machine, 3)
+    assert said(finish(machine, "b", 1), Serve) == [Serve(3, 3, ("a", "b"))]
+
+
+def test_a_parked_engine_is_served_before_ranks_that_wait_close_its_ticket() -> None:
+    machine = tickets(parked=True)
+    announce(machine, 1)
+    for name in "ab":
+        machine.offer(name, Offer(1, parked=True))
+    machine.landed("a", Landed(1))
+    machine.finished("a", Finished(1, "applied"))
+    announce(machine, 2)
+    assert StartGrace("b", 1) in machine.offer("a", Offer(2, parked=True))
+    machine.waiting(0, Waiting(3))
+    assert said(machine.waiting(1, Waiting(3)), Serve) == [Serve(2, 2, ("a",))]
+
+
+def test_a_held_source_gives_no_grace() -> None:
+    """It waits with patience for all: who is not in the first set gets nothing of this version."""
+    machine, out = one_behind(held=True)
+    assert not [action for action in out if isinstance(action, StartGrace)]
+    assert said(machine.patience_passed(2), Serve) == [Serve(2, 2, ("a",))]
 
 
 def test_patience_with_an_engine_is_spent_once() -> None:

@@ -386,6 +386,39 @@ async def test_a_relay_that_gives_signs_is_waited_for(
         assert sent(job.senders) == 2 * COPY_NBYTES
 
 
+@pytest.mark.parametrize("mode", ["sender_overlap", "async"])
+@virtual
+async def test_engines_that_poll_at_different_times_share_one_copy_on_a_slow_link(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer faster than the link: there is always a newer version for who is ready first."""
+    last = 40
+    async with exchanging(tmp_path, mode, num_trainers=1) as job:
+        copy = LoopbackEndpoint._copy
+        applied: list[list[int]] = [[] for _ in THREE]
+
+        async def copy_slowly(endpoint: LoopbackEndpoint, target: memoryview, source: memoryview) -> None:
+            await anyio.sleep(0.1)
+            await copy(endpoint, target, source)
+
+        async def roll(index: int) -> None:
+            while job.receivers[index].version != last:
+                await anyio.sleep(0.02 + 0.03 * index)
+                if update := await job.receivers[index].poll_requests():
+                    applied[index].append(update.version)
+
+        async def send() -> None:
+            for version in range(1, last + 1):
+                await job.send(version)
+                await anyio.sleep(0.05)
+
+        monkeypatch.setattr(LoopbackEndpoint, "_copy", copy_slowly)
+        await gather(*[lambda k=k: roll(k) for k in range(3)], send)  # type: ignore[misc]  # a lambda with a default
+        assert job.holds(last)
+        assert applied[0] == applied[1] == applied[2] and len(applied[0]) < last
+        assert sent(job.senders) == len(applied[0]) * COPY_NBYTES
+
+
 @virtual
 async def test_patience_that_a_stall_has_lengthened_gets_short_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
