@@ -73,7 +73,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     hold_timeout_s: float = 60.0
     """How long a parked engine waits for its last worker before it is released."""
     relay_patience_s: float = 1.0
-    """With `latest`, how long a ticket waits for engines that can take it and have not offered yet. And how
+    """With `latest`, how long a ticket waits for engines that hold no other and have not offered yet. And how
     long a rollout waits for a sign of one that is to pass weights on before it takes them from the trainers,
     if the link is not slow."""
     fence_timeout_s: float = 30.0

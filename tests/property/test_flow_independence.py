@@ -131,7 +131,7 @@ class NeverLate(EngineRecord):
 
     def end_grace(self, ticket: int) -> None:
         super().end_grace(ticket)
-        self.late, self.graced = False, None
+        self.late, self.last_grace = False, 0
 
 
 def test_without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,7 +284,7 @@ class Epochs:
             await self.wait_until(lambda: opening.is_ready or bool(opening.lost))
         went_well = opening.is_ready and not opening.lost
         if went_well:
-            self._go_live(opening)
+            self._go_live(opening, planned)
         elif not opening.lost:
             self._reject_late(opening)
         self._opening = None
@@ -301,10 +301,16 @@ class Epochs:
             for name, (leader, *_) in roster.engines.items()
         )
 
-    def _go_live(self, opening: Cohort) -> None:
+    def _go_live(self, opening: Cohort, planned: Planned) -> None:
         self._named_missing = False
         self._leaders |= {name: leader for name, (leader, *_) in opening.roster.engines.items()}
-        self._live = Publishing(self._config, opening, self._standings, first_ticket=self._next_ticket)
+        self._live = Publishing(
+            self._config,
+            opening,
+            self._standings,
+            shares_copies=planned.shares_copies,
+            first_ticket=self._next_ticket,
+        )
         opening.tell(EpochLive(opening.epoch, opening.num_calls))
         self._settings.live()
         _log.info(

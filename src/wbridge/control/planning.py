@@ -47,6 +47,8 @@ class Planned(msgspec.Struct, frozen=True):
     plan: bytes
     workers: tuple[WorkerId, ...]
     partners: tuple[tuple[int, ...], ...]
+    shares_copies: bool
+    """Engines pass weights on to each other."""
 
     def partners_of(self, worker: WorkerId) -> tuple[WorkerId, ...]:
         return tuple(self.workers[k] for k in self.partners[self.workers.index(worker)])
@@ -77,7 +79,7 @@ def build_planned(maps: Mapping[WorkerId, Joined], hosts: Mapping[WorkerId, str]
             f"the plan of {len(plan.workers)} workers takes {len(data)} bytes, at most {MAX_PLAN_NBYTES} can"
             " be sent; its tensors have too few layouts in common: leave some out with `include`"
         )
-    planned = Planned(data, plan.workers, partners_of(plan))
+    planned = planned_of(plan, data)
     cache.store(file, msgspec.msgpack.encode(planned))
     return planned
 
@@ -89,7 +91,13 @@ def digest_of(*inputs: object) -> str:
 
 def stored(plan: Plan) -> bytes:
     """Return a plan as a file of the cache has it."""
-    return sealed(msgspec.msgpack.encode(Planned(packed(plan), plan.workers, partners_of(plan))))
+    return sealed(msgspec.msgpack.encode(planned_of(plan, packed(plan))))
+
+
+def planned_of(plan: Plan, data: bytes) -> Planned:
+    """Return what the coordinator keeps of a plan; `data` is the plan packed."""
+    engines = ({plan.workers[k].group for k in exchange.members} for exchange in plan.exchanges)
+    return Planned(data, plan.workers, partners_of(plan), any(len(those) > 1 for those in engines))
 
 
 def restored(data: bytes) -> Plan:

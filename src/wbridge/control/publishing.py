@@ -52,7 +52,15 @@ class Cohort:
 class Publishing:
     """The tickets of one live epoch. The owner starts `run` and hands over what members say and suffer."""
 
-    def __init__(self, config: Config, cohort: Cohort, standings: Standings, *, first_ticket: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        cohort: Cohort,
+        standings: Standings,
+        *,
+        shares_copies: bool,
+        first_ticket: int,
+    ) -> None:
         roster = cohort.roster
         self.cohort = cohort
         self._config = config
@@ -63,6 +71,7 @@ class Publishing:
             delivery=config.effective_delivery,
             source_held=config.source_held,
             lands_when_parked=config.lands_when_parked,
+            shares_copies=shares_copies,
             first_ticket=first_ticket,
             num_calls=cohort.num_calls,
         )
@@ -72,9 +81,8 @@ class Publishing:
         self._changed: anyio.Event | None = None  # while somebody waits for it
         self._next_timer = anyio.Event()
         self._lost: set[str] = set()
+        self._served: dict[str, tuple[int, float]] = {}  # engine: the ticket it was granted, and when
         self._copy_s = config.relay_patience_s  # what a version took to arrive last, once one has
-        self._newest_served = 0
-        self._served_at_s: float | None = None  # the newest served ticket, until it has arrived somewhere
         self.announced: int | None = None
         """The version announced last in this epoch."""
 
@@ -118,7 +126,6 @@ class Publishing:
             case flow.WithdrawOffer():
                 return self._tickets.withdraw_offer(engine, message)
             case flow.Landed():
-                self._measure(message)
                 return self._tickets.landed(engine, message)
             case flow.Finished():
                 return self._tickets.finished(engine, message)
@@ -202,7 +209,7 @@ class Publishing:
                 case StartPatience():
                     self._start(action, self._config.relay_patience_s)
                 case StartGrace():
-                    self._start(action, self._copy_s)
+                    self._start(action, self._grace_s)
                 case StartDeadline() | StartCallDeadline():
                     self._start(action, self._config.update_timeout_s)
         for member, messages in told.items():
@@ -228,10 +235,20 @@ class Publishing:
         self._standings.note(message)
         if isinstance(message, flow.Announced):
             self.announced = message.version
-        elif isinstance(message, flow.Serve) and message.ticket > self._newest_served:
-            self._newest_served, self._served_at_s = message.ticket, anyio.current_time()
+        elif isinstance(message, flow.Serve):
+            self._served |= dict.fromkeys(message.engines, (message.ticket, anyio.current_time()))
+        elif isinstance(message, flow.EngineOutcome) and message.outcome == "landed":
+            self._measure(self._served.get(message.engine, (0, 0.0)), message.ticket)
 
-    def _measure(self, landed: flow.Landed) -> None:
-        """Of each version, the engine that has it first says how long a copy takes."""
-        if landed.ticket == self._newest_served and self._served_at_s is not None:
-            self._copy_s, self._served_at_s = anyio.current_time() - self._served_at_s, None
+    def _measure(self, served: tuple[int, float], landed: int) -> None:
+        """Of those served together, the engine that has it first says how long a copy takes: the others may
+        have been asleep. An outage says nothing of the next version, so a long time counts by doubling."""
+        if served[0] == landed:
+            at_most_s = max(self._config.relay_patience_s, 2 * self._copy_s)
+            self._copy_s = min(anyio.current_time() - served[1], at_most_s)
+            self._served = {name: other for name, other in self._served.items() if other != served}
+
+    @property
+    def _grace_s(self) -> float:
+        """As long as a copy takes, if that leaves time for the copy before an update times out."""
+        return max(0.0, min(self._copy_s, (self._config.update_timeout_s - self._copy_s) / 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from wbridge.flow.actions import StartGrace
 from wbridge.flow.records import EngineRecord, TicketRecord
 
 
@@ -11,47 +12,42 @@ class Patience:
     """Decides when a ticket's first serving set goes; who offers later gets a set of its own, at once.
 
     An engine is waited for with patience, unless it has let one pass since it was served last. From pinned
-    snapshots, one that has an older version to land or apply first is given a *grace* instead, as long as
+    snapshots, one that has an older version to land or apply first gets a *grace* instead, as long as
     its own copy would take; if it offers later than that, it is not waited for until it has been in time.
     """
 
-    def __init__(self, *, source_held: bool, lands_when_parked: bool) -> None:
+    def __init__(self, *, source_held: bool, lands_when_parked: bool, shares_copies: bool) -> None:
         self._source_held = source_held
         self._lands_when_parked = lands_when_parked
+        self._gives_graces = shares_copies and not source_held
 
-    def begin_graces(self, ticket: TicketRecord, absent: Sequence[EngineRecord]) -> list[tuple[str, int]]:
-        """Others stand ready for `ticket`: return whose grace begins, and what they hold.
+    def begin_graces(self, ticket: TicketRecord, absent: Sequence[EngineRecord]) -> list[StartGrace]:
+        """Others stand ready for `ticket`: begin the grace of each that is busy with an older one.
 
         Those that nobody waits for have one too: it shows whether they would have been in time.
         """
-        if self._source_held or ticket.granted:
+        if ticket.granted or not self._gives_graces:
             return []
-        begun = [(engine.name, engine.begin_grace()) for engine in absent]
-        return [(name, held) for name, held in begun if held is not None]
+        return [StartGrace(e.name, e.last_grace) for e in absent if e.begin_grace()]
 
-    def holds_back(
-        self,
-        ticket: TicketRecord,
-        ready: Sequence[EngineRecord],
-        absent: Sequence[EngineRecord],
-        *,
-        pressed: bool,
-    ) -> bool:
-        """Whether those that are ready wait; `pressed`: all ranks wait for a snapshot in a later call.
-
-        Then whose neighbour is in grace lets this version go, unless it has parked for it: served alone, it
-        would keep a snapshot for as long as a copy takes, its neighbour the other one, and both the ranks.
-        """
-        awaited = [engine for engine in absent if self._is_awaited(engine, ticket)]
-        if pressed:
-            return any(e.in_grace for e in awaited) and not any(e.offers_parked for e in ready)
-        return bool(awaited)
+    def awaited(self, ticket: TicketRecord, absent: Sequence[EngineRecord]) -> list[EngineRecord]:
+        """Return whom those that stand ready for `ticket` wait for."""
+        return [engine for engine in absent if self._is_awaited(engine, ticket)]
 
     def _is_awaited(self, engine: EngineRecord, ticket: TicketRecord) -> bool:
         if self._source_held:
             # It is released after this set. So all are waited for, each time if they offer only after the
             # announcement.
             return not ticket.started and (self._lands_when_parked or not engine.misses)
-        if engine.in_grace:
+        if engine.grace is not None:  # it may run on when a patience has passed: that began earlier
             return not engine.late and not ticket.granted
         return not ticket.started and engine.grant is None and not engine.misses
+
+
+def may_let_go(ready: Sequence[EngineRecord], awaited: Sequence[EngineRecord]) -> bool:
+    """Whether those that are ready take a later version instead when all ranks wait for a snapshot.
+
+    Served alone they would keep one for as long as a copy takes, and a neighbour in its grace, which may
+    still be written, another. Who has parked for this version takes it.
+    """
+    return any(e.grace is not None for e in awaited) and not any(e.offers_parked for e in ready)

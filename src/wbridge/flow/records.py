@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from wbridge.flow.messages import Offer, Report
+from wbridge.flow.messages import Offer, Outcome, Report
 
 
 class EngineRecord:
@@ -17,26 +17,32 @@ class EngineRecord:
         self.grant: int | None = None  # the ticket it holds and has not finished: at most one
         self.lost = False
         self.misses = 0  # tickets whose patience has passed since it was served last
-        self.graced: int | None = None  # its grant, if others stand ready for a newer ticket since
-        self.in_grace = False  # that grace has not passed
+        self.grace: int | None = None  # the grant that it was to be through with by now, while others wait
+        self.last_grace = 0
         self.late = False  # it let its last grace pass
 
     def make_offer(self, offer: Offer) -> None:
-        if self.in_grace:
-            self.late = False
-        self.offer, self.offers_parked, self.graced, self.in_grace = offer.offer, offer.parked, None, False
+        self.offer, self.offers_parked = offer.offer, offer.parked
+        if self.grace is not None:
+            self.grace, self.late = None, False
 
-    def begin_grace(self) -> int | None:
-        """Others stand ready for what it wants next: return the ticket that it holds, if this is new."""
-        if self.grant is None or self.graced == self.grant:
-            return None
-        self.graced, self.in_grace = self.grant, True
-        return self.grant
+    def finish(self, outcome: Outcome) -> None:
+        """It is through with its grant. Only who applies a version in time is in time."""
+        self.grant = None
+        if outcome != "applied":
+            self.grace = None
+
+    def begin_grace(self) -> bool:
+        """Others stand ready for what it wants next, while it holds another version; is that new?"""
+        if self.grant is None or self.last_grace == self.grant:
+            return False
+        self.grace = self.last_grace = self.grant
+        return True
 
     def end_grace(self, ticket: int) -> None:
-        """Its time is up, if it still has not offered."""
-        if self.in_grace and self.graced == ticket:
-            self.in_grace, self.late = False, True
+        """The time is up; nothing has happened if it has offered meanwhile."""
+        if self.grace == ticket:
+            self.grace, self.late = None, True
 
 
 class Fleet:

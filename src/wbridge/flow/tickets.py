@@ -13,7 +13,6 @@ from wbridge.flow.actions import (
     FromCoordinator,
     Recipient,
     StartDeadline,
-    StartGrace,
     StartPatience,
     TicketsAction,
     To,
@@ -38,7 +37,7 @@ from wbridge.flow.messages import (
     WithdrawCall,
     WithdrawOffer,
 )
-from wbridge.flow.patience import Patience
+from wbridge.flow.patience import Patience, may_let_go
 from wbridge.flow.records import EngineRecord, Fleet, TicketRecord
 
 
@@ -48,6 +47,7 @@ class Tickets:
     `source_held`: direct sender staging; the send waits until the ticket is retired, and a cancelled one
     aborts it. `lands_when_parked`: direct receiver staging; with `latest`, engines offer only after the
     announcement.
+    `shares_copies`: engines that are served together take one copy from the trainers.
     `num_calls`: sends that some rank has begun in earlier epochs; they are burnt for those that come to
     them only now.
     """
@@ -60,13 +60,16 @@ class Tickets:
         delivery: Delivery,
         source_held: bool,
         lands_when_parked: bool,
+        shares_copies: bool = True,
         first_ticket: int = 1,
         num_calls: int = 0,
     ) -> None:
         self._calls = Calls(num_ranks, num_calls)
         self._engines = Fleet(engines)
         self._delivery = delivery
-        self._patience = Patience(source_held=source_held, lands_when_parked=lands_when_parked)
+        self._patience = Patience(
+            source_held=source_held, lands_when_parked=lands_when_parked, shares_copies=shares_copies
+        )
         self._source_held = source_held
         self._lands_when_parked = lands_when_parked
         self._tickets: dict[int, TicketRecord] = {}  # those not over yet, oldest first
@@ -295,10 +298,9 @@ class Tickets:
         ready = [e for e in due if e.offer is not None]
         absent = [e for e in due if e.offer is None]
         if ready:
-            graces = self._patience.begin_graces(ticket, absent)
-            out += [StartGrace(name, held) for name, held in graces]
-            pressed = self._out_of_snapshots(ticket)
-            if not self._patience.holds_back(ticket, ready, absent, pressed=pressed):
+            out += self._patience.begin_graces(ticket, absent)
+            awaited = self._patience.awaited(ticket, absent)
+            if not awaited or (self._out_of_snapshots(ticket) and not may_let_go(ready, awaited)):
                 self._serve(ticket, ready, out)
         if ticket.waited and self._delivery == "latest" and (ticket.granted or not self._lands_when_parked):
             for engine in absent:
@@ -370,7 +372,7 @@ class Tickets:
     def _finish(self, ticket: TicketRecord, name: str, outcome: Outcome, out: list[TicketsAction]) -> None:
         ticket.final.add(name)
         if self._engines[name].grant == ticket.number:
-            self._engines[name].grant = None
+            self._engines[name].finish(outcome)
         out.append(self._ranks(EngineOutcome(ticket.number, name, outcome, True)))
 
     def _refuse(self, engine: EngineRecord, reason: str, out: list[TicketsAction]) -> None:

@@ -36,6 +36,7 @@ def tickets(
     engines: tuple[str, ...] = ("a", "b"),
     held: bool = False,
     parked: bool = False,
+    shares_copies: bool = True,
     num_calls: int = 0,
 ) -> Tickets:
     return Tickets(
@@ -44,6 +45,7 @@ def tickets(
         delivery=delivery,
         source_held=held,
         lands_when_parked=parked,
+        shares_copies=shares_copies,
         num_calls=num_calls,
     )
 
@@ -176,6 +178,22 @@ def test_a_grace_of_an_older_ticket_ends_nothing() -> None:
     assert StartGrace("b", 2) in out
     assert machine.grace_passed("b", 1) == []
     assert said(finish(machine, "b", 2), Serve) == [Serve(3, 3, ("a", "b"))]
+
+
+def test_only_who_applies_a_version_within_a_grace_is_in_time() -> None:
+    """An abort lets the engine's leader offer although its application does not poll."""
+    machine, _ = one_behind()
+    machine.grace_passed("b", 1)
+    finish(machine, "b", 1)
+    assert StartGrace("b", 2) in finish(machine, "a", 2) + announce(machine, 3)
+    finish(machine, "b", 2, "aborted")
+    assert said(finish(machine, "a", 3) + announce(machine, 4), Serve) == [Serve(4, 4, ("a",))]
+
+
+def test_engines_that_share_no_copy_do_not_wait_for_each_other() -> None:
+    _, out = one_behind(shares_copies=False)
+    assert not [action for action in out if isinstance(action, StartGrace)]
+    assert said(out, Serve) == [Serve(2, 2, ("a",))]
 
 
 def test_ranks_that_wait_for_a_snapshot_get_it_while_a_neighbour_is_in_grace() -> None:
