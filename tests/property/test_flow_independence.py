@@ -74,7 +74,7 @@ class Fleet:
     def end_graces(self) -> None:
         graces, self.graces = self.graces, []
         for grace in graces:
-            self.act(self.machine.grace_passed(grace.engine, grace.ticket))
+            self.act(self.machine.grace_passed(grace.engine, grace.served))
 
 
 def play(places: list[Place], *, held: bool) -> tuple[int, int]:
@@ -129,9 +129,9 @@ def test_an_engine_that_wakes_is_served_at_once() -> None:
 class NeverLate(EngineRecord):
     """Lets a grace pass, and is waited for all the same the next time."""
 
-    def end_grace(self, ticket: int) -> None:
-        super().end_grace(ticket)
-        self.late, self.last_grace = False, 0
+    def end_grace(self, served: int) -> None:
+        super().end_grace(served)
+        self.late, self.last_grace = False, -1
 
 
 def test_without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ class CallsInStep(Calls):
 class NoGracePasses(Tickets):
     """An engine that is busy with an older version is waited for, however long that takes."""
 
-    def grace_passed(self, engine: str, ticket: int) -> list[Any]:
+    def grace_passed(self, engine: str, served: int) -> list[Any]:
         return []
 
 

@@ -190,8 +190,8 @@ class TicketWorld:
                 yield f"patience of ticket {ticket} passes", "fire", kind, ticket
             elif self.budget["deadline"]:
                 yield f"~deadline of ticket {ticket} passes", "fire", kind, ticket
-        for name, ticket in sorted(self.graces):
-            yield f"grace of {name} with ticket {ticket} passes", "end_grace", name, ticket
+        for name, served in sorted(self.graces):
+            yield f"grace of {name} after ticket {served} passes", "end_grace", name, served
         for i, (name, engine) in enumerate(self.engines.items()):
             yield from self.engine_steps(name, engine, "~" if i and self.optional else "")
 
@@ -355,16 +355,16 @@ class TicketWorld:
             self.budget["deadline"] -= 1
             self.act(self.coordinator.update_deadline_passed(ticket))
 
-    def end_grace(self, name: str, ticket: int) -> None:
-        self.graces.discard((name, ticket))
-        self.act(self.coordinator.grace_passed(name, ticket))
+    def end_grace(self, name: str, served: int) -> None:
+        self.graces.discard((name, served))
+        self.act(self.coordinator.grace_passed(name, served))
 
     def act(self, actions: list[Any]) -> None:
         for action in actions:
             if isinstance(action, StartPatience):
                 self.timers.add(("patience", action.ticket))
             elif isinstance(action, StartGrace):
-                self.graces.add((action.engine, action.ticket))
+                self.graces.add((action.engine, action.served))
             elif isinstance(action, StartCallDeadline):
                 self.timers |= {("call", action.call)} if self.late else set()
             elif isinstance(action, StartDeadline):

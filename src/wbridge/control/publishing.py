@@ -190,8 +190,8 @@ class Publishing:
         match timer:
             case StartPatience(ticket):
                 self._perform(self._tickets.patience_passed(ticket))
-            case StartGrace(engine, ticket):
-                self._perform(self._tickets.grace_passed(engine, ticket))
+            case StartGrace(engine, served):
+                self._perform(self._tickets.grace_passed(engine, served))
             case StartDeadline(ticket):
                 self._perform(self._tickets.update_deadline_passed(ticket))
             case StartCallDeadline(call):

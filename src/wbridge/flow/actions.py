@@ -70,11 +70,11 @@ class StartPatience(msgspec.Struct, frozen=True):
 
 
 class StartGrace(msgspec.Struct, frozen=True):
-    """Call `Tickets.grace_passed(engine, ticket)` after as long as a version took to arrive last."""
+    """Call `Tickets.grace_passed(engine, served)` after as long as a version took to arrive last."""
 
     engine: str
-    ticket: int
-    """The older one, which the engine holds."""
+    served: int
+    """The ticket that the engine was granted last, or 0."""
 
 
 class StartDeadline(msgspec.Struct, frozen=True):

@@ -11,9 +11,10 @@ from wbridge.flow.records import EngineRecord, TicketRecord
 class Patience:
     """Decides when a ticket's first serving set goes; who offers later gets a set of its own, at once.
 
-    An engine is waited for with patience, unless it has let one pass since it was served last. From pinned
-    snapshots, one that has an older version to land or apply first gets a *grace* instead, as long as
-    its own copy would take; if it offers later than that, it is not waited for until it has been in time.
+    An engine is waited for with patience, which begins with the announcement, unless it has let one pass
+    since it was served last. From pinned snapshots, one that has an older version to land or apply first, or
+    a step to end before it parks, has a *grace*: it begins when others stand ready, and lasts as long as a
+    copy takes. If it offers later than that, none counts until it has been in time again.
     """
 
     def __init__(self, *, source_held: bool, lands_when_parked: bool, shares_copies: bool) -> None:
@@ -22,13 +23,14 @@ class Patience:
         self._gives_graces = shares_copies and not source_held
 
     def begin_graces(self, ticket: TicketRecord, absent: Sequence[EngineRecord]) -> list[StartGrace]:
-        """Others stand ready for `ticket`: begin the grace of each that is busy with an older one.
+        """Others stand ready for `ticket`: begin the grace of each that is busy.
 
         Those that nobody waits for have one too: it shows whether they would have been in time.
         """
         if ticket.granted or not self._gives_graces:
             return []
-        return [StartGrace(e.name, e.last_grace) for e in absent if e.begin_grace()]
+        busy = [e for e in absent if e.grant is not None or self._lands_when_parked]
+        return [StartGrace(e.name, e.served) for e in busy if e.begin_grace()]
 
     def awaited(self, ticket: TicketRecord, absent: Sequence[EngineRecord]) -> list[EngineRecord]:
         """Return whom those that stand ready for `ticket` wait for."""
@@ -39,8 +41,8 @@ class Patience:
             # It is released after this set. So all are waited for, each time if they offer only after the
             # announcement.
             return not ticket.started and (self._lands_when_parked or not engine.misses)
-        if engine.grace is not None:  # it may run on when a patience has passed: that began earlier
-            return not engine.late and not ticket.granted
+        if engine.grace is not None and not engine.late and not ticket.granted:
+            return True
         return not ticket.started and engine.grant is None and not engine.misses
 
 

@@ -17,14 +17,18 @@ class EngineRecord:
         self.grant: int | None = None  # the ticket it holds and has not finished: at most one
         self.lost = False
         self.misses = 0  # tickets whose patience has passed since it was served last
-        self.grace: int | None = None  # the grant that it was to be through with by now, while others wait
-        self.last_grace = 0
+        self.served = 0  # the ticket it was granted last
+        self.grace: int | None = None  # `served`, while others that stand ready wait for this engine
+        self.last_grace = -1  # one for each that it was served
         self.late = False  # it let its last grace pass
 
     def make_offer(self, offer: Offer) -> None:
         self.offer, self.offers_parked = offer.offer, offer.parked
         if self.grace is not None:
             self.grace, self.late = None, False
+
+    def serve(self, ticket: int) -> None:
+        self.offer, self.grant, self.served, self.misses = None, ticket, ticket, 0
 
     def finish(self, outcome: Outcome) -> None:
         """It is through with its grant. Only who applies a version in time is in time."""
@@ -33,15 +37,15 @@ class EngineRecord:
             self.grace = None
 
     def begin_grace(self) -> bool:
-        """Others stand ready for what it wants next, while it holds another version; is that new?"""
-        if self.grant is None or self.last_grace == self.grant:
-            return False
-        self.grace = self.last_grace = self.grant
-        return True
+        """Others stand ready for what it wants next, and it does not; is that new?"""
+        is_new = self.last_grace != self.served
+        if is_new:
+            self.grace = self.last_grace = self.served
+        return is_new
 
-    def end_grace(self, ticket: int) -> None:
+    def end_grace(self, served: int) -> None:
         """The time is up; nothing has happened if it has offered meanwhile."""
-        if self.grace == ticket:
+        if self.grace == served:
             self.grace, self.late = None, True
 
 

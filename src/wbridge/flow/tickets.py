@@ -210,9 +210,9 @@ class Tickets:
                 candidate.started = candidate.waited = True
         return self._settle([])
 
-    def grace_passed(self, engine: str, ticket: int) -> list[TicketsAction]:
-        """Others have waited as long for this engine as a copy of its own takes."""
-        self._engines[engine].end_grace(ticket)
+    def grace_passed(self, engine: str, served: int) -> list[TicketsAction]:
+        """Others have waited for this engine for as long as a copy takes."""
+        self._engines[engine].end_grace(served)
         return self._settle([])
 
     def update_deadline_passed(self, ticket: int) -> list[TicketsAction]:
@@ -315,7 +315,7 @@ class Tickets:
         if not ticket.granted and self._delivery == "latest" and not self._source_held:
             out.append(StartDeadline(ticket.number))
         for engine in ready:
-            engine.offer, engine.grant, engine.misses = None, ticket.number, 0
+            engine.serve(ticket.number)
             ticket.granted.add(engine.name)
         ticket.started = True
         leaders: list[Recipient] = [("leader", name) for name in names]

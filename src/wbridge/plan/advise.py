@@ -248,7 +248,10 @@ class _Case:
         if self._holds_all:
             return self._apply_s + self._commit_s
         ring_part = self.slots / self._load.num_groups if self.rollout_pinned else 0.0
-        others_s = min(self._last_wait_s - self._mean_wait_s, self._config.relay_patience_s)
+        patience_s = self._config.relay_patience_s
+        if self.trainer_pinned:
+            patience_s = max(patience_s, self.transfer_s)  # as long as a copy takes
+        others_s = min(self._last_wait_s - self._mean_wait_s, patience_s)
         transfer_s = (1 - ring_part) * self.transfer_s
         return others_s + self._grant_s + transfer_s + self._apply_s + self._commit_s
 

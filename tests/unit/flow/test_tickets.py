@@ -412,17 +412,28 @@ def test_a_parked_offer_with_nothing_open_is_refused_at_once() -> None:
     machine = tickets(parked=True)
     assert said(machine.offer("a", Offer(1, parked=True)), OfferRefused)
     announce(machine, 1)
-    assert machine.offer("a", Offer(2, parked=True)) == []
+    assert machine.offer("a", Offer(2, parked=True)) == [StartGrace("b", 0)]
     assert said(machine.offer("b", Offer(1)), Serve) == [Serve(1, 1, ("a", "b"))]
 
 
-def test_parked_the_first_offer_after_patience_is_served_and_the_others_missed() -> None:
+def test_parked_the_first_offer_after_patience_waits_for_a_step_of_the_others_then_they_missed_it() -> None:
+    """They make steps that take longer than patience, or a version does: it began long before they could."""
     machine = tickets(parked=True)
     announce(machine, 1)
     assert machine.patience_passed(1) == []
-    out = machine.offer("b", Offer(1))
+    assert machine.offer("b", Offer(1)) == [StartGrace("a", 0)]
+    out = machine.grace_passed("a", 0)
     assert said(out, Serve) == [Serve(1, 1, ("b",))]
     assert outcomes(out) == {"a": ("missed", False)}
+
+
+def test_parked_engines_whose_patience_has_passed_share_a_copy() -> None:
+    machine = tickets(parked=True)
+    announce(machine, 1)
+    machine.patience_passed(1)
+    machine.offer("b", Offer(1, parked=True))
+    (served,) = said(machine.offer("a", Offer(1, parked=True)), Serve)
+    assert sorted(served.engines) == ["a", "b"]
 
 
 def test_parked_offers_are_refused_when_their_ticket_is_aborted() -> None:

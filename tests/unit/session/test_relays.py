@@ -387,18 +387,20 @@ async def test_a_relay_that_gives_signs_is_waited_for(
 
 
 @pytest.mark.parametrize("mode", ["sender_overlap", "async"])
+@pytest.mark.parametrize("put_s", [0.1, 1.0])
 @virtual
 async def test_engines_that_poll_at_different_times_share_one_copy_on_a_slow_link(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, put_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer faster than the link: there is always a newer version for who is ready first."""
     last = 40
+    monkeypatch.setattr("tests.unit.session.exchange.PATIENCE_S", 600.0)
     async with exchanging(tmp_path, mode, num_trainers=1) as job:
         copy = LoopbackEndpoint._copy
         applied: list[list[int]] = [[] for _ in THREE]
 
         async def copy_slowly(endpoint: LoopbackEndpoint, target: memoryview, source: memoryview) -> None:
-            await anyio.sleep(0.1)
+            await anyio.sleep(put_s)
             await copy(endpoint, target, source)
 
         async def roll(index: int) -> None:
@@ -410,7 +412,7 @@ async def test_engines_that_poll_at_different_times_share_one_copy_on_a_slow_lin
         async def send() -> None:
             for version in range(1, last + 1):
                 await job.send(version)
-                await anyio.sleep(0.05)
+                await anyio.sleep(put_s / 2)
 
         monkeypatch.setattr(LoopbackEndpoint, "_copy", copy_slowly)
         await gather(*[lambda k=k: roll(k) for k in range(3)], send)  # type: ignore[misc]  # a lambda with a default
