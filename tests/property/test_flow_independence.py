@@ -18,16 +18,20 @@ Place = Literal["awake", "has not offered", "has offered", "holds a version"]
 
 
 class Fleet:
-    """Engines around the product's `Tickets`; those asleep stop at their place in the first update."""
+    """Engines around the product's `Tickets`; those asleep stop at their place in the first update.
 
-    def __init__(self, places: list[Place], *, held: bool) -> None:
+    `parks`: they offer only when a version is announced, else in advance.
+    """
+
+    def __init__(self, places: list[Place], *, held: bool, parks: bool = False) -> None:
+        self.parks = parks
         self.places = {f"engine-{i}": place for i, place in enumerate(places)}
         self.machine = Tickets(
             num_ranks=2,
             engines=tuple(self.places),
             delivery="latest",
             source_held=held,
-            lands_when_parked=False,
+            lands_when_parked=parks,
         )
         self.awake = {name for name, place in self.places.items() if place == "awake"}
         self.served: dict[str, int] = {}
@@ -35,17 +39,20 @@ class Fleet:
         self.graces: list[StartGrace] = []
         self.retired = 0
         self._offers: Counter[str] = Counter()
-        for name, place in self.places.items():
-            if place != "has not offered":
-                self.offer(name)
+        self._first = [name for name, place in self.places.items() if place != "has not offered"]
+        if not parks:
+            self.offer(*self._first)
 
-    def offer(self, name: str) -> None:
-        self._offers[name] += 1
-        self.act(self.machine.offer(name, Offer(self._offers[name])))
+    def offer(self, *names: str) -> None:
+        for name in names:
+            self._offers[name] += 1
+            self.act(self.machine.offer(name, Offer(self._offers[name], parked=self.parks)))
 
     def announce(self, call: int) -> None:
         for rank in range(2):
             self.act(self.machine.report(rank, Report(call, call)))
+        if self.parks:
+            self.offer(*(self._first if call == 1 else sorted(self.awake)))
 
     def act(self, actions: list[Any]) -> None:
         for action in actions:
@@ -65,7 +72,8 @@ class Fleet:
             self.act(self.machine.landed(name, Landed(ticket)))
         if name in self.awake:
             self.act(self.machine.finished(name, Finished(ticket, "applied")))
-            self.offer(name)
+            if not self.parks:
+                self.offer(name)
 
     def lacks(self, version: int) -> bool:
         """Some engine that is awake does not have it."""
@@ -77,10 +85,10 @@ class Fleet:
             self.act(self.machine.grace_passed(grace.engine, grace.served))
 
 
-def play(places: list[Place], *, held: bool) -> tuple[int, int]:
+def play(places: list[Place], *, held: bool, parks: bool = False) -> tuple[int, int]:
     """Send a few versions, each once the awake engines have the one before; return how many of them
     an awake engine got only when a patience, or graces, had passed."""
-    fleet, num_patiences, num_graces = Fleet(places, held=held), 0, 0
+    fleet, num_patiences, num_graces = Fleet(places, held=held, parks=parks), 0, 0
     for version in range(1, 6):
         fleet.announce(version)
         if fleet.lacks(version) and fleet.graces:
@@ -103,6 +111,16 @@ def test_a_pinned_sender(others: list[Place]) -> None:
     num_patiences, num_graces = play(["awake", *others], held=False)
     assert num_patiences <= ("has not offered" in others)
     assert num_graces <= (not {"has offered", "holds a version"}.isdisjoint(others))
+
+
+@settings(max_examples=60)
+@given(st.lists(places, max_size=4))
+def test_a_pinned_sender_and_engines_that_park(others: list[Place]) -> None:
+    """A patience and a grace for those that never park, a grace for those that stop when they have."""
+    num_patiences, num_graces = play(["awake", *others], held=False, parks=True)
+    never, stopped = "has not offered" in others, bool(set(others) - {"awake", "has not offered"})
+    assert num_patiences <= never
+    assert num_graces <= never + stopped
 
 
 @settings(max_examples=60)
