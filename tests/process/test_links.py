@@ -92,3 +92,19 @@ def test_rows_of_the_benchmark_of_the_advice(tmp_path: Path) -> None:
     assert values["agst_ms"] > 0 < values["predicted_agst_ms"]
     ratio = values["predicted_agst_ms"] / values["agst_ms"]
     assert values["predicted_over_measured"] == pytest.approx(ratio, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(190)
+def test_rows_of_the_benchmark_of_versions_that_come_one_upon_the_other(tmp_path: Path) -> None:
+    pytest.importorskip("ucxx")
+    rows = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks", "stream", "--mode", "async", "--sends", "8"]
+    subprocess.run([*command, "--json", str(rows)], check=True, cwd=ROOT, timeout=180)
+    found = json.loads(rows.read_text())
+    assert {(row["benchmark"], row["case"]) for row in found} == {("stream", "async")}
+    values = {(row["system"], row["metric"]): row["value"] for row in found}
+    copies = {system: values[system, "copies_per_version"] for system in ("wbridge", "wbridge-direct")}
+    assert copies["wbridge-direct"] == pytest.approx(2)
+    assert 1 <= copies["wbridge"] < 2
+    assert values["wbridge", "trainer_stall_ms"] > 0

@@ -124,6 +124,11 @@ class Calls:
         """Every rank waits for a snapshot in a call later than `call`."""
         return len(self._waiting) == self.num_ranks and all(c > call for c in self._waiting.values())
 
+    def all_in_next(self) -> bool:
+        """Every rank has begun the next call: it becomes a ticket when they have their snapshots."""
+        begun = [*self._reports, *self._waiting.values()]
+        return bool(begun) and all(call > min(begun) for _, call in self.absent())
+
     def absent(self) -> list[tuple[int, int]]:
         """The ranks that have not begun a call which others have, with its number."""
         begun = {call: set(reports) for call, reports in self._reports.items()}

@@ -46,10 +46,10 @@ class Patience:
         return not ticket.started and engine.grant is None and not engine.misses
 
 
-def may_let_go(ready: Sequence[EngineRecord], awaited: Sequence[EngineRecord]) -> bool:
-    """Whether those that are ready take a later version instead when all ranks wait for a snapshot.
+def lets_go(awaited: Sequence[EngineRecord]) -> bool:
+    """Whether those that are ready take the next version when all ranks wait for a snapshot for it.
 
     Served alone they would keep one for as long as a copy takes, and a neighbour in its grace, which may
-    still be written, another. Who has parked for this version takes it.
+    still be written, another.
     """
-    return any(e.grace is not None for e in awaited) and not any(e.offers_parked for e in ready)
+    return any(engine.grace is not None for engine in awaited)

@@ -37,7 +37,7 @@ from wbridge.flow.messages import (
     WithdrawCall,
     WithdrawOffer,
 )
-from wbridge.flow.patience import Patience, may_let_go
+from wbridge.flow.patience import Patience, lets_go
 from wbridge.flow.records import EngineRecord, Fleet, TicketRecord
 
 
@@ -73,6 +73,7 @@ class Tickets:
         self._source_held = source_held
         self._lands_when_parked = lands_when_parked
         self._tickets: dict[int, TicketRecord] = {}  # those not over yet, oldest first
+        self._next_is_due = False  # the ranks have a snapshot for their next call, which all have begun
         self._ended = ""
         self.next_ticket: int = first_ticket
 
@@ -249,7 +250,7 @@ class Tickets:
     # What follows from the state -------------------------------------------------------------------
 
     def _announce(self, report: Report, out: list[TicketsAction]) -> None:
-        number = self.next_ticket
+        number, self._next_is_due = self.next_ticket, False
         self.next_ticket += 1
         timer = number
         if self._delivery == "latest":
@@ -285,8 +286,9 @@ class Tickets:
                 if ticket.closed and not ticket.retired and not ticket.in_flight:
                     ticket.retired = True
                     out.append(self._ranks(Retired(ticket.number)))
+        self._next_is_due = self._next_is_due and self._calls.all_in_next()
         for engine in self._engines:
-            if engine.offers_parked and self._wanted(engine) is None:
+            if engine.offers_parked and self._wanted(engine) is None and not self._next_is_due:
                 self._refuse(engine, "no open ticket waits for this engine", out)
         for number, ticket in list(self._tickets.items()):
             if ticket.retired and len(ticket.final) == len(self._engines):
@@ -300,7 +302,7 @@ class Tickets:
         if ready:
             out += self._patience.begin_graces(ticket, absent)
             awaited = self._patience.awaited(ticket, absent)
-            if not awaited or (self._out_of_snapshots(ticket) and not may_let_go(ready, awaited)):
+            if not awaited or (self._out_of_snapshots(ticket) and not lets_go(awaited)):
                 self._serve(ticket, ready, out)
         if ticket.waited and self._delivery == "latest" and (ticket.granted or not self._lands_when_parked):
             for engine in absent:
@@ -327,6 +329,7 @@ class Tickets:
             if all(e.name in ticket.landed | ticket.voided | ticket.final for e in self._engines.live()):
                 self._close(ticket, "missed", out)
         elif self._out_of_snapshots(ticket):
+            self._next_is_due = not ticket.granted
             self._close(ticket, "superseded", out)
         elif self._source_held and ticket.started and not ticket.in_flight:
             if ticket.granted or not self._lands_when_parked:

@@ -211,7 +211,8 @@ def test_ranks_that_wait_for_a_snapshot_get_it_while_a_neighbour_is_in_grace() -
     assert said(finish(machine, "b", 1), Serve) == [Serve(3, 3, ("a", "b"))]
 
 
-def test_a_parked_engine_is_served_before_ranks_that_wait_close_its_ticket() -> None:
+def one_parked() -> Tickets:
+    """`a` has parked for ticket 2, while `b` is still written ticket 1; all ranks wait in call 3."""
     machine = tickets(parked=True)
     announce(machine, 1)
     for name in "ab":
@@ -221,7 +222,36 @@ def test_a_parked_engine_is_served_before_ranks_that_wait_close_its_ticket() -> 
     announce(machine, 2)
     assert StartGrace("b", 1) in machine.offer("a", Offer(2, parked=True))
     machine.waiting(0, Waiting(3))
-    assert said(machine.waiting(1, Waiting(3)), Serve) == [Serve(2, 2, ("a",))]
+    out = machine.waiting(1, Waiting(3))
+    assert said(out, Retired) == [Retired(2)]
+    assert not said(out, Serve) and not said(out, OfferRefused)
+    return machine
+
+
+def test_a_parked_engine_lets_its_ticket_go_and_takes_the_next_one() -> None:
+    machine = one_parked()
+    machine.report(0, Report(3, 3))
+    machine.waiting(0, Waiting(4))  # ahead of the other rank
+    out = machine.report(1, Report(3, 3))
+    assert not said(out, Serve) and not said(out, OfferRefused)
+    assert said(machine.grace_passed("b", 1), Serve) == [Serve(3, 3, ("a",))]
+
+
+def test_a_parked_engine_is_sent_away_when_the_next_ticket_does_not_come() -> None:
+    machine = one_parked()
+    assert said(machine.withdraw(0, WithdrawCall(3)), OfferRefused)
+
+
+def test_a_parked_engine_is_sent_away_while_the_next_ticket_has_no_snapshot() -> None:
+    """The engine that is still written has all of them."""
+    machine = tickets(parked=True)
+    announce(machine, 1)
+    machine.offer("a", Offer(1, parked=True))
+    machine.grace_passed("b", 0)
+    assert said(machine.patience_passed(1), Serve)
+    machine.waiting(0, Waiting(2))
+    machine.waiting(1, Waiting(2))
+    assert said(machine.offer("b", Offer(1, parked=True)), OfferRefused)
 
 
 def test_a_held_source_gives_no_grace() -> None:
