@@ -14,7 +14,7 @@ class Patience:
     An engine is waited for with patience, which begins with the announcement, unless it has let one pass
     since it was served last. From pinned snapshots, one that has an older version to land or apply first, or
     a step to end before it parks, has a *grace*: it begins when others stand ready, and lasts as long as a
-    copy takes. If it offers later than that, none counts until it has been in time again.
+    copy takes. If it offers later than that, no grace counts until it has been in time again.
     """
 
     def __init__(self, *, source_held: bool, lands_when_parked: bool, shares_copies: bool) -> None:

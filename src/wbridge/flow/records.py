@@ -33,8 +33,8 @@ class EngineRecord:
     def finish(self, outcome: Outcome) -> None:
         """It is through with its grant. Only who applies a version in time is in time."""
         self.grant = None
-        if outcome != "applied":
-            self.grace = None
+        if outcome != "applied" and self.grace is not None:
+            self.grace, self.late = None, True
 
     def begin_grace(self) -> bool:
         """Others stand ready for what it wants next, and it does not; is that new?"""

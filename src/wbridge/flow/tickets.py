@@ -205,7 +205,8 @@ class Tickets:
         return self._settle(self._calls.deadline_passed(call))
 
     def patience_passed(self, ticket: int) -> list[TicketsAction]:
-        """Serve those that have offered; `latest` marks the others missed."""
+        """Serve those that have offered; `latest` marks the others missed. Nobody waits for what is due."""
+        self._next_is_due = self._next_is_due and ticket != self.next_ticket
         for candidate in self._tickets.values():
             if candidate.timer == ticket and not candidate.closed:
                 candidate.started = candidate.waited = True
@@ -250,9 +251,9 @@ class Tickets:
     # What follows from the state -------------------------------------------------------------------
 
     def _announce(self, report: Report, out: list[TicketsAction]) -> None:
-        number, self._next_is_due = self.next_ticket, False
+        is_timed, self._next_is_due = self._next_is_due, False  # when it became due, its patience began
+        number = timer = self.next_ticket
         self.next_ticket += 1
-        timer = number
         if self._delivery == "latest":
             for old in self._tickets.values():
                 if not old.closed and not old.started:
@@ -262,7 +263,7 @@ class Tickets:
         leaders: list[Recipient] = [("leader", e.name) for e in self._engines.live()]
         message = Announced(number, report.version, report.call)
         out += self._calls.tell(self._calls.live, message, leaders)
-        if timer == number:
+        if timer == number and not is_timed:
             out.append(StartPatience(number))
         if self._delivery == "every" or self._source_held:
             out.append(StartDeadline(number))
@@ -330,6 +331,7 @@ class Tickets:
                 self._close(ticket, "missed", out)
         elif self._out_of_snapshots(ticket):
             self._next_is_due = not ticket.granted
+            out += [StartPatience(self.next_ticket)] if self._next_is_due else []
             self._close(ticket, "superseded", out)
         elif self._source_held and ticket.started and not ticket.in_flight:
             if ticket.granted or not self._lands_when_parked:

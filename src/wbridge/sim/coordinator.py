@@ -92,7 +92,7 @@ class Coordinator:
                     passed = partial(self._patience_passed, ticket)
                     self._world.timeline.after(self._world.config.relay_patience_s, passed)
                 case StartGrace() | StartDeadline() | StartCallDeadline():
-                    pass  # there is one version, and who reads its outcome decides what is too long
+                    pass  # one version, for which all wait in their polls; who reads it decides what is long
 
     def _patience_passed(self, ticket: int) -> None:
         self._perform(self._tickets.patience_passed(ticket))

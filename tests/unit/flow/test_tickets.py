@@ -224,7 +224,7 @@ def one_parked() -> Tickets:
     machine.waiting(0, Waiting(3))
     out = machine.waiting(1, Waiting(3))
     assert said(out, Retired) == [Retired(2)]
-    assert not said(out, Serve) and not said(out, OfferRefused)
+    assert StartPatience(3) in out and not said(out, Serve) and not said(out, OfferRefused)
     return machine
 
 
@@ -240,6 +240,15 @@ def test_a_parked_engine_lets_its_ticket_go_and_takes_the_next_one() -> None:
 def test_a_parked_engine_is_sent_away_when_the_next_ticket_does_not_come() -> None:
     machine = one_parked()
     assert said(machine.withdraw(0, WithdrawCall(3)), OfferRefused)
+
+
+def test_a_parked_engine_is_sent_away_when_the_next_ticket_takes_too_long() -> None:
+    """A rank waits for its training stream before it copies, or hangs."""
+    machine = one_parked()
+    machine.report(0, Report(3, 3))
+    assert not said(machine.patience_passed(2), OfferRefused)
+    assert said(machine.patience_passed(3), OfferRefused)
+    assert StartPatience(3) in machine.report(1, Report(3, 3))
 
 
 def test_a_parked_engine_is_sent_away_while_the_next_ticket_has_no_snapshot() -> None:
