@@ -190,6 +190,14 @@ def test_only_who_applies_a_version_within_a_grace_is_in_time() -> None:
     assert said(finish(machine, "a", 3) + announce(machine, 4), Serve) == [Serve(4, 4, ("a",))]
 
 
+def test_an_engine_whose_grant_is_aborted_in_its_grace_was_late() -> None:
+    machine, _ = one_behind()
+    machine.finished("b", Finished(1, "aborted"))
+    assert said(finish(machine, "b", 1), Serve) == [Serve(2, 2, ("a", "b"))]
+    out = finish(machine, "a", 2) + announce(machine, 3)
+    assert StartGrace("b", 2) in out and said(out, Serve) == [Serve(3, 3, ("a",))]
+
+
 def test_engines_that_share_no_copy_do_not_wait_for_each_other() -> None:
     _, out = one_behind(shares_copies=False)
     assert not [action for action in out if isinstance(action, StartGrace)]
