@@ -205,7 +205,7 @@ class Tickets:
         return self._settle(self._calls.deadline_passed(call))
 
     def patience_passed(self, ticket: int) -> list[TicketsAction]:
-        """Serve who has offered; with `latest` the others missed it. None stays parked for one that is due."""
+        """Serve who has offered; with `latest` the others missed it. None stays parked for one only due."""
         self._next_is_due = self._next_is_due and ticket != self.next_ticket
         for candidate in self._tickets.values():
             if candidate.timer == ticket and not candidate.closed:
